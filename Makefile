@@ -1,0 +1,48 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.dependencies
+
+.PHONY: help install demo test lint types unit test-long bench clean
+
+help:
+	@echo "make demo       train, kill three ways, resume, compare bit for bit"
+	@echo "make test       linter, type checker and the test suite"
+	@echo "make test-long  the long suites (every crash point, soak)"
+	@echo "make bench      stall and save-load benchmarks on 1 GiB"
+
+$(STAMP): constraints.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt setuptools wheel
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[dev]" --config-settings editable_mode=strict
+	touch $@
+
+# A strict editable install links file by file, so it is made anew each time: a new module is then found.
+install: $(STAMP)
+	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e . --config-settings editable_mode=strict
+
+demo: install
+	$(BIN)/everstep demo
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy -p everstep
+
+unit: install
+	$(BIN)/python -m pytest -m "not long"
+
+test: lint types unit
+
+test-long: install
+	$(BIN)/python -m pytest -m long --timeout 1800
+
+bench: install
+	$(BIN)/everstep bench stall
+	$(BIN)/everstep bench save-load
+
+clean:
+	rm -rf $(VENV) build *.egg-info

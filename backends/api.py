@@ -1,0 +1,116 @@
+"""The protocol that every backend implements, and its small value types.
+
+Names are relative, ``/``-separated, of printable ASCII without ``..``, empty or dot-only parts; a backend
+checks them on the way in and on the way out (:func:`check_name`). All methods may be called concurrently from
+one event loop. A backend object belongs to one process and one loop: it is not used after a fork.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from .errors import Permanent
+
+_PART = re.compile(r"[A-Za-z0-9_%=+,@~-][A-Za-z0-9._%=+,@~-]*")
+
+
+def check_name(name: str) -> str:
+    """``name`` itself if it is a proper object name, else :class:`Permanent`."""
+    if not name or len(name) > 1024 or not all(_PART.fullmatch(part) for part in name.split("/")):
+        raise Permanent(name, "not a proper object name")
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can promise. A tier that commits needs ``atomic_create``."""
+
+    atomic_create: bool
+    """:meth:`Backend.create` publishes whole objects, at most once per name, on every client alike."""
+    shared: bool
+    """Every node sees the same objects (False: node-local)."""
+    direct_io: bool = False
+    """Reads and writes of 4 KiB-aligned memory bypass the page cache where the file system can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One object of a listing."""
+
+    name: str
+    nbytes: int
+
+
+class Writer(Protocol):
+    """One object being written. Nothing is visible under the final name before :meth:`commit` returns, and
+    then the object is durable, contents and name. :meth:`abort` (also safe after an error or a commit, where
+    it does nothing) leaves no trace. Used by one task at a time; views are taken in order."""
+
+    async def write(self, view: memoryview) -> None:
+        """Append ``view``; it may be reused when this returns."""
+        ...
+
+    async def commit(self) -> None:
+        """Check the length against the size given at the start, make durable, publish."""
+        ...
+
+    async def abort(self) -> None: ...
+
+
+class Backend(Protocol):
+    """A place that holds named, immutable objects."""
+
+    url: str
+    capabilities: Capabilities
+
+    async def read(self, name: str, nbytes_max: int = 256 << 20) -> bytes:
+        """The whole object. Raises NotFound, or Permanent if it is larger than ``nbytes_max``."""
+        ...
+
+    async def read_into(self, name: str, offset: int, view: memoryview) -> None:
+        """Fill ``view`` with the object's bytes from ``offset`` on. Raises NotFound, ShortRead."""
+        ...
+
+    async def size(self, name: str) -> int:
+        """Size in bytes. Raises NotFound."""
+        ...
+
+    async def open_writer(self, name: str, nbytes: int) -> Writer:
+        """Start writing an object of ``nbytes``. An existing object of that name is replaced at commit."""
+        ...
+
+    async def write(self, name: str, data: bytes) -> None:
+        """Durably put a small object; replaces."""
+        ...
+
+    async def create(self, name: str, data: bytes) -> None:
+        """Durably put a small object if its name is free, atomically; raises Conflict if it is not.
+        A lost answer is settled by reading back: equal bytes count as created."""
+        ...
+
+    def list(self, prefix: str = "") -> AsyncIterator[Item]:
+        """All objects whose name starts with ``prefix`` + "/" (all, for ""), in no promised order, uncached.
+        A prefix that does not exist lists nothing. Unfinished temporaries are not listed."""
+        ...
+
+    async def list_names(self, prefix: str = "") -> list[str]:
+        """The direct children of ``prefix``: object names' next parts, directories included, uncached."""
+        ...
+
+    async def delete(self, names: Iterable[str]) -> None:
+        """Remove objects; those that do not exist are no error. Durable when it returns. Containers that become
+        empty may be removed too."""
+        ...
+
+    async def leftovers(self, prefix: str = "") -> list[Item]:
+        """Unfinished temporaries (and uploads) that lie below ``prefix``."""
+        ...
+
+    async def discard_leftovers(self, items: Iterable[Item]) -> None:
+        """Remove what :meth:`leftovers` named."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,57 @@
+"""What a backend may raise; no foreign exception escapes one.
+
+::
+
+    BackendError
+    ├── NotFound      no object of that name
+    ├── Conflict      the name exists already (create-if-absent)
+    ├── Permanent     trying again cannot help: denied, not a directory, unsupported
+    │   └── NoSpace   full disk or quota
+    ├── Retryable     may succeed when tried again: timeouts, resets, 5xx
+    └── ShortRead     an object ends before the bytes asked for
+
+``name`` is the object, ``cause`` a short text of what the store said. All survive pickling.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class BackendError(Exception):
+    """Base of the backends' errors."""
+
+    def __init__(self, name: str, cause: str = "") -> None:
+        self.name = name
+        self.cause = cause
+        super().__init__(name, cause)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.cause}" if self.cause else self.name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, self.cause)
+
+
+class NotFound(BackendError):
+    """No object of that name."""
+
+
+class Conflict(BackendError):
+    """The name exists already."""
+
+
+class Permanent(BackendError):
+    """Trying again cannot help."""
+
+
+class NoSpace(Permanent):
+    """A full disk or quota."""
+
+
+class Retryable(BackendError):
+    """May succeed when tried again."""
+
+
+class ShortRead(BackendError):
+    """The object ends before the bytes asked for."""

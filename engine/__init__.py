@@ -1,0 +1,1 @@
+"""everstep: a tiered checkpoint storage engine for PyTorch training."""
