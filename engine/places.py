@@ -1,0 +1,45 @@
+"""Where a run lies: its canonical root, the node's identity, and the keys derived from both."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import BadOption
+from .format.hashing import hexdigest
+
+RUNTIME_BASE = Path("/var/tmp")
+"""Node-local directory for the agent's journal and socket: it survives a reboot, as the journal must."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One run as seen from one node. ``url`` is canonical: two names of one directory are one run, a copied
+    run is another. ``run_key`` names arenas and the agent of this run on this node."""
+
+    url: str
+    node: str
+    run_key: str
+    runtime_dir: Path
+
+
+def locate(root: str | os.PathLike[str], *, node: str | None = None) -> Place:
+    """The place of ``root``: a path, or a ``file://`` URL. ``node`` overrides the node's name (several simulated
+    nodes on one machine); the environment's EVERSTEP_NODE does so too."""
+    text = os.fspath(root)
+    if not isinstance(text, str) or not text.strip():
+        raise BadOption("the root of a run must be a path or a URL", found=repr(root))
+    if text.startswith("file://"):
+        text = text[len("file://") :]
+    if "://" in text:
+        scheme = text.split("://", 1)[0]
+        raise BadOption(
+            "the root's scheme is not supported", found=scheme, expected="a path of a file system, or file://"
+        )
+    url = "file://" + os.path.realpath(text)
+    name = node or os.environ.get("EVERSTEP_NODE") or socket.gethostname()
+    key = hexdigest(f"{url}\0{name}".encode())[:16]
+    base = Path(os.environ.get("EVERSTEP_RUNTIME_DIR") or RUNTIME_BASE)
+    return Place(url=url, node=name, run_key=key, runtime_dir=base / f"everstep-{os.getuid()}" / key)

@@ -1,0 +1,108 @@
+"""What a user sets: where snapshots live, and when what is written and kept."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from .errors import BadOption
+
+SLOTS_MIN = 3
+SLOTS_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory tier: ``slots`` snapshots of every rank in shared memory, reserved before the first step.
+
+    ``nbytes`` is the room of one slot; None estimates it from the state. ``path`` is where the arenas lie;
+    None takes /dev/shm, and where that is too small, memory shared with the agent only (with a warning). With
+    a path given, too little room there is an error.
+
+    ``copy="eager"`` returns from ``step`` when the copy is done. ``copy="overlap"`` copies parameters and
+    optimizer state behind the next forward and backward, and makes the next ``optimizer.step()`` wait for it.
+    Whoever writes to parameters between two optimizer steps through ``.data`` evades the check for that.
+    """
+
+    slots: int = SLOTS_MIN
+    nbytes: int | None = None
+    path: str | os.PathLike[str] | None = None
+    copy: Literal["eager", "overlap"] = "eager"
+
+    def __post_init__(self) -> None:
+        if not SLOTS_MIN <= self.slots <= SLOTS_MAX:
+            raise BadOption("Memory(slots=) is out of range", found=self.slots, expected=f"{SLOTS_MIN} to {SLOTS_MAX}")
+        if self.nbytes is not None and self.nbytes <= 0:
+            raise BadOption("Memory(nbytes=) must be positive", found=self.nbytes)
+        if self.copy not in ("eager", "overlap"):
+            raise BadOption("Memory(copy=) is unknown", found=self.copy, expected="'eager' or 'overlap'")
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.path) if self.path is not None else Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """When what is written and kept.
+
+    ``snapshot_every`` and ``full_every`` are steps (an int) or a time ("90s", "10m", "2h"); None: never by
+    itself. ``keep_last`` newest checkpoints stay, and every one whose step ``keep_every`` divides.
+
+    ``on_slow`` says what happens when a flush is due while others are unfinished: ``"skip"`` it, ``"wait"`` in
+    the training loop, or ``"supersede"`` the unfinished one. ``on_failure`` says what a failed flush does:
+    ``"warn"`` (and raise after ``failures_max`` in a row; None: never) or ``"raise"`` at the next call.
+
+    ``rate_bytes_per_s`` limits what the agent writes. ``commit_timeout_s`` bounds the wait for the other ranks'
+    votes, ``slot_timeout_s`` the wait of the training loop for a free slot, ``rank_timeout_s`` any wait for
+    another rank, ``close_timeout_s`` the drain at the end.
+    """
+
+    snapshot_every: int | str | None = 1
+    full_every: int | str | None = "10m"
+    keep_last: int = 3
+    keep_every: int | None = None
+    on_slow: Literal["skip", "wait", "supersede"] = "skip"
+    on_failure: Literal["warn", "raise"] = "warn"
+    failures_max: int | None = 5
+    rate_bytes_per_s: float | None = None
+    commit_timeout_s: float = 300.0
+    slot_timeout_s: float = 120.0
+    rank_timeout_s: float = 300.0
+    close_timeout_s: float = 1800.0
+    linger_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 1:
+            raise BadOption("Policy(keep_last=) must be at least 1", found=self.keep_last)
+        if self.keep_every is not None and self.keep_every < 1:
+            raise BadOption("Policy(keep_every=) must be at least 1", found=self.keep_every)
+        if self.on_slow not in ("skip", "wait", "supersede"):
+            raise BadOption("Policy(on_slow=) is unknown", found=self.on_slow, expected="skip, wait or supersede")
+        if self.on_failure not in ("warn", "raise"):
+            raise BadOption("Policy(on_failure=) is unknown", found=self.on_failure, expected="warn or raise")
+        if self.rate_bytes_per_s is not None and self.rate_bytes_per_s <= 0:
+            raise BadOption("Policy(rate_bytes_per_s=) must be positive", found=self.rate_bytes_per_s)
+        for name in ("commit_timeout_s", "slot_timeout_s", "rank_timeout_s", "close_timeout_s", "linger_s"):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise BadOption(f"Policy({name}=) must be a positive, finite number of seconds", found=value)
+        if self.snapshot_every is None and self.full_every is None:
+            return
+        for name in ("snapshot_every", "full_every"):
+            _check_every(name, getattr(self, name))
+
+
+_TIME = re.compile(r"\d+(\.\d+)?(ms|s|m|h|d)")
+
+
+def _check_every(name: str, value: int | str | None) -> None:
+    good = value is None or (
+        (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
+        or (isinstance(value, str) and _TIME.fullmatch(value) is not None)
+    )
+    if not good:
+        raise BadOption(f"Policy({name}=) is not an interval", found=repr(value), expected='steps (int) or a time like "30m"')

@@ -1,0 +1,196 @@
+"""What the ranks of a job tell each other: small messages through the job's store, never a collective.
+
+Every wait is bounded and names the ranks that did not answer. Only the caller's thread talks to the store, so a
+background thread can never race with the training's own communication.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from .errors import EverstepError, RankError, from_wire
+
+T = TypeVar("T")
+
+GRACE_S = 10.0
+"""How much longer than the collecting rank the others wait for its answer."""
+POLL_MIN_S = 0.0002
+POLL_MAX_S = 0.02
+
+_openings: collections.Counter[str] = collections.Counter()
+
+
+class _Store(Protocol):
+    def set(self, key: str, value: bytes) -> Any: ...
+    def get(self, key: str) -> bytes: ...
+    def wait(self, keys: list[str], timeout: timedelta) -> Any: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+class Ranks:
+    """This process's place among the ranks, and the messages between them.
+
+    One object per checkpointer; ``scope`` tells runs apart, and all ranks open the checkpointers of one run in
+    the same order.
+    """
+
+    def __init__(self, rank: int, world: int, store: _Store | None, *, scope: str) -> None:
+        self.rank = rank
+        self.world = world
+        self._store = store
+        _openings[scope] += 1
+        self._prefix = f"everstep/{scope}/{_openings[scope]}"
+        self._rounds = itertools.count()
+        self._known: dict[str, bytes] = {}
+
+    @classmethod
+    def detect(cls, scope: str) -> Ranks:
+        """From torch.distributed if it is initialised, else from the launcher's environment, else one process."""
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+            return cls(dist.get_rank(), dist.get_world_size(), store if dist.get_world_size() > 1 else None, scope=scope)
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        rank = int(os.environ.get("RANK", "0"))
+        return cls(rank, world, _environment_store(rank, world) if world > 1 else None, scope=scope)
+
+    def agree(self, what: str, value: Any, *, timeout_s: float) -> list[Any]:
+        """Every rank's ``value`` (plain values), by rank. Raises RankError naming ranks that did not answer."""
+        if self._store is None:
+            return [value]
+        base = f"{self._prefix}/{next(self._rounds)}"
+        self._store.set(f"{base}/{self.rank}", msgspec.msgpack.encode(value))
+        if self.rank == 0:
+            answer = self._collect(base, what, timeout_s)
+            self._store.set(f"{base}/all", msgspec.msgpack.encode(answer))
+        else:
+            answer = msgspec.msgpack.decode(self._wait(f"{base}/all", what, timeout_s + GRACE_S))
+        if "missing" in answer:
+            raise RankError(
+                f"{what}: not all ranks answered",
+                found=f"nothing from rank(s) {answer['missing']} within {timeout_s:g} s",
+                expected=f"all {self.world} ranks",
+                hint="Look at those ranks' logs: they failed, hang, or make other calls than the rest.",
+                ranks=answer["missing"],
+            )
+        return list(answer["values"])
+
+    def together(self, what: str, act: Callable[[], T], *, timeout_s: float) -> tuple[T, list[Any]]:
+        """Run ``act`` on every rank and share the outcome: all ranks get all results, or all raise.
+
+        The rank whose ``act`` failed raises its own error, the others a RankError that names it.
+        """
+        error: EverstepError | None = None
+        result: T | None = None
+        try:
+            result = act()
+            outcome: dict[str, Any] = {"ok": result}
+        except EverstepError as caught:
+            error = caught
+            outcome = {"error": caught.to_wire()}
+        answers = self.agree(what, outcome, timeout_s=timeout_s)
+        if error is not None:
+            raise error
+        failed = {rank: a["error"] for rank, a in enumerate(answers) if "error" in a}
+        if failed:
+            first = from_wire(next(iter(failed.values())))
+            raise RankError(
+                f"{what} failed on rank(s) {sorted(failed)}: {type(first).__name__}: {first}",
+                ranks=sorted(failed),
+                error=type(first).__name__,
+            ) from first
+        return result, [a["ok"] for a in answers]  # type: ignore[return-value]
+
+    def from_first(self, what: str, act: Callable[[], Any], *, timeout_s: float) -> Any:
+        """What ``act`` gives on rank 0 (plain values), on every rank; its error is every rank's error."""
+        outcome: dict[str, Any] = {"ok": None}
+        if self.rank == 0:
+            try:
+                outcome = {"ok": act()}
+            except EverstepError as caught:
+                if self._store is None:
+                    raise
+                outcome = {"error": caught.to_wire()}
+        first = self.agree(what, outcome, timeout_s=timeout_s)[0]
+        if "error" in first:
+            raise from_wire(first["error"])
+        return first["ok"]
+
+    def tell(self, key: str, value: Any) -> None:
+        """Publish ``value`` under ``key``, replacing what stood there."""
+        data = msgspec.msgpack.encode(value)
+        self._known[key] = data
+        if self._store is not None:
+            self._store.set(f"{self._prefix}/{key}", data)
+
+    def ask(self, key: str, good: Callable[[Any], bool], what: str, *, timeout_s: float) -> Any:
+        """The value under ``key`` once ``good`` says so. Raises RankError (of rank 0) after ``timeout_s``."""
+        if self._store is None:
+            return msgspec.msgpack.decode(self._known[key])
+        until = time.monotonic() + timeout_s
+        pause = POLL_MIN_S
+        self._wait(f"{self._prefix}/{key}", what, timeout_s)
+        while True:
+            value = msgspec.msgpack.decode(self._store.get(f"{self._prefix}/{key}"))
+            if good(value):
+                return value
+            if time.monotonic() > until:
+                raise _silent(what, timeout_s)
+            time.sleep(pause)
+            pause = min(pause * 2, POLL_MAX_S)
+
+    def _collect(self, base: str, what: str, timeout_s: float) -> dict[str, Any]:
+        assert self._store is not None
+        keys = [f"{base}/{rank}" for rank in range(self.world)]
+        try:
+            self._store.wait(keys, timedelta(seconds=timeout_s))
+        except Exception:  # the store's own error classes differ between releases
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            if missing:
+                return {"missing": missing}
+        return {"values": [msgspec.msgpack.decode(self._store.get(key)) for key in keys]}
+
+    def _wait(self, key: str, what: str, timeout_s: float) -> bytes:
+        assert self._store is not None
+        try:
+            self._store.wait([key], timedelta(seconds=timeout_s))
+            return self._store.get(key)
+        except Exception as error:
+            raise _silent(what, timeout_s) from error
+
+
+def _silent(what: str, timeout_s: float) -> RankError:
+    return RankError(
+        f"{what}: rank 0 did not answer",
+        found=f"nothing within {timeout_s:g} s",
+        hint="Look at rank 0's log: it failed, hangs, or makes other calls than the rest.",
+        ranks=[0],
+    )
+
+
+def _environment_store(rank: int, world: int) -> _Store:
+    """The launcher's store, where it offers one, else one hosted by rank 0 at MASTER_ADDR:MASTER_PORT."""
+    import torch.distributed as dist
+
+    host = os.environ.get("MASTER_ADDR")
+    port = os.environ.get("MASTER_PORT")
+    if not host or not port:
+        raise RankError(
+            "the environment names several ranks but no place to meet",
+            found=f"WORLD_SIZE={world}, MASTER_ADDR={host}, MASTER_PORT={port}",
+            expected="MASTER_ADDR and MASTER_PORT, or an initialised process group",
+            hint="Start with torchrun, or call torch.distributed.init_process_group before the first load or step.",
+            ranks=[rank],
+        )
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(host, int(port), world, is_master=rank == 0 and not hosted, multi_tenant=True, wait_for_workers=False)
+    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
