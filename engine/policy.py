@@ -18,7 +18,7 @@ SLOTS_MAX = 64
 class Memory:
     """The memory tier: ``slots`` snapshots of every rank in shared memory, reserved before the first step.
 
-    ``nbytes`` is the room of one slot; None estimates it from the state. ``path`` is where the arenas lie;
+    ``bytes`` is the room of one slot; None estimates it from the state. ``path`` is where the arenas lie;
     None takes /dev/shm, and where that is too small, memory shared with the agent only (with a warning). With
     a path given, too little room there is an error.
 
@@ -28,15 +28,15 @@ class Memory:
     """
 
     slots: int = SLOTS_MIN
-    nbytes: int | None = None
+    bytes: int | None = None
     path: str | os.PathLike[str] | None = None
     copy: Literal["eager", "overlap"] = "eager"
 
     def __post_init__(self) -> None:
         if not SLOTS_MIN <= self.slots <= SLOTS_MAX:
             raise BadOption("Memory(slots=) is out of range", found=self.slots, expected=f"{SLOTS_MIN} to {SLOTS_MAX}")
-        if self.nbytes is not None and self.nbytes <= 0:
-            raise BadOption("Memory(nbytes=) must be positive", found=self.nbytes)
+        if self.bytes is not None and self.bytes <= 0:
+            raise BadOption("Memory(bytes=) must be positive", found=self.bytes)
         if self.copy not in ("eager", "overlap"):
             raise BadOption("Memory(copy=) is unknown", found=self.copy, expected="'eager' or 'overlap'")
 
