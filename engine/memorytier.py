@@ -1,0 +1,222 @@
+"""The trainer's side of the memory tier: the rank's arena, which slot comes next, and W.
+
+W is the newest step whose snapshot is complete on all ranks of this node; it is read from the other ranks' arena
+headers, without a message. The slot that holds W, and after a resume the adopted snapshot, is never reused before
+a newer W exists.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .errors import CapacityError, MemoryTooSmall
+from .memory.arena import Arena
+from .memory.directory import arena_dir, clean, find_arenas
+from .memory.process import Process
+from .memory.slots import WriteSlot
+from .places import Place
+from .policy import Memory
+
+POLL_MIN_S = 0.0005
+POLL_MAX_S = 0.05
+GROWTH = 1.25
+"""A slot that turned out too small is replaced by one of this many times the need."""
+
+Key = tuple[int, int]
+
+
+class MemoryTier:
+    """One rank's arena and its neighbours'. Used from the trainer's thread only."""
+
+    def __init__(self, place: Place, memory: Memory, rank: int, world: int) -> None:
+        self._place = place
+        self._memory = memory
+        self._rank = rank
+        self._world = world
+        self._arena: Arena | None = None
+        self._outgrown: list[Arena] = []
+        self._neighbours: dict[int, Arena] = {}
+        self._incarnation = 0
+        self._adopted: Key | None = None
+        self._run_id = ""
+        self.is_shared = True
+
+    @property
+    def arena(self) -> Arena:
+        assert self._arena is not None, "the arena is reserved before it is used"
+        return self._arena
+
+    @property
+    def reserved(self) -> bool:
+        return self._arena is not None
+
+    @property
+    def directory(self) -> Path:
+        return arena_dir(self._memory.directory, self._place.run_key)
+
+    def reserve(self, slot_bytes: int, *, chunk_bytes: int, adopted: Key | None, run_id: str) -> None:
+        """Have an arena with slots of at least ``slot_bytes``: the one a former process of this rank left, if it
+        fits or holds the adopted snapshot, else a new one. Raises MemoryTooSmall before training starts."""
+        if self._arena is not None:
+            return
+        self._adopted = adopted
+        left = self._left_behind(adopted, run_id, chunk_bytes)
+        if left is not None and left.info.slot_bytes >= slot_bytes:
+            self._arena = left
+            return
+        if left is not None:
+            self._outgrown.append(left)
+        self._arena = self._create(slot_bytes, chunk_bytes)
+
+    def open(self, *, run_id: str, incarnation: int, adopted: Key | None) -> None:
+        """Own the arena for this incarnation. Raises RunInUse if a living process owns it."""
+        self._incarnation, self._adopted, self._run_id = incarnation, adopted, run_id
+        for arena in [self.arena, *self._outgrown]:
+            arena.take(Process.current(), run_id=run_id, incarnation=incarnation, world=self._world)
+
+    def complete(self) -> Key | None:
+        """W as (incarnation, step): what all ranks of this node hold; before that, the adopted snapshot."""
+        steps = [self.arena.newest(self._incarnation)]
+        steps += [arena.newest(self._incarnation) for arena in self._neighbours.values()]
+        if len(steps) < self._world:
+            self._meet()
+            if len(self._neighbours) + 1 < self._world:
+                return self._adopted
+            return self.complete()
+        known = [step for step in steps if step is not None]
+        return (self._incarnation, min(known)) if len(known) == len(steps) else self._adopted
+
+    def begin(self, step: int, need_bytes: int, *, timeout_s: float, waiting: Callable[[], None]) -> WriteSlot:
+        """A slot for ``step`` with room for ``need_bytes``; waits at most ``timeout_s`` for one.
+
+        ``waiting`` is called between looks (it may hear from the agent).
+        """
+        if need_bytes > self.arena.info.slot_bytes:
+            self._grow(need_bytes)
+        until = time.monotonic() + timeout_s
+        pause = POLL_MIN_S
+        while True:
+            slot = self.arena.begin(self._incarnation, step, complete=self.complete())
+            if slot is not None:
+                return slot
+            if time.monotonic() > until:
+                raise CapacityError(
+                    f"no slot became free for step {step}",
+                    found=f"all {self._memory.slots} slots in use for {timeout_s:g} s",
+                    expected="a flush to end, or the other ranks to reach this step",
+                    hint="Look at the agent's log and the other ranks; more slots or a lower flush rate also help.",
+                    step=step,
+                )
+            waiting()
+            self._meet()
+            time.sleep(pause)
+            pause = min(pause * 2, POLL_MAX_S)
+
+    def drop_outgrown(self) -> None:
+        """Remove arenas that were replaced, and those of former ranks, once this incarnation has a W."""
+        newest = self.complete()
+        if newest is None or newest[0] != self._incarnation:
+            return
+        for arena in self._outgrown:
+            arena.close()
+            arena.unlink()
+        self._outgrown.clear()
+        if self._rank == 0 and self.is_shared:
+            clean(self.directory, keep=lambda info: info.run_id == self._run_id and info.incarnation >= self._incarnation)
+
+    def close(self, *, remove: bool) -> None:
+        """Let go of the arenas; ``remove`` deletes them (what they held is durable elsewhere)."""
+        for arena in self._neighbours.values():
+            arena.close()
+        self._neighbours.clear()
+        for arena in [*self._outgrown, *([self._arena] if self._arena else [])]:
+            arena.release()
+            arena.close()
+            if remove:
+                arena.unlink()
+        self._outgrown.clear()
+        self._arena = None
+
+    def _left_behind(self, adopted: Key | None, run_id: str, chunk_bytes: int) -> Arena | None:
+        """The arena of a dead process of this rank: the one with the adopted snapshot, else the largest."""
+        found: list[Arena] = []
+        for info in find_arenas(self.directory):
+            usable = info.rank == self._rank and info.chunk_bytes == chunk_bytes and info.slots == self._memory.slots
+            ours = info.run_id in ("", run_id) and (info.owner is None or not info.owner.alive())
+            if usable and ours and info.path is not None:
+                found.append(Arena.attach(info.path))
+
+        def worth(arena: Arena) -> tuple[bool, int]:
+            holds = any((s.incarnation, s.step) == adopted for s in arena.snapshots())
+            return holds, arena.info.slot_bytes
+
+        found.sort(key=worth)
+        best = found.pop() if found else None
+        for arena in found:
+            arena.close()
+        return best
+
+    def _create(self, slot_bytes: int, chunk_bytes: int) -> Arena:
+        try:
+            return Arena.create(
+                self.directory,
+                run_key=self._place.run_key,
+                node=self._place.node,
+                rank=self._rank,
+                world=self._world,
+                slots=self._memory.slots,
+                slot_bytes=slot_bytes,
+                chunk_bytes=chunk_bytes,
+            )
+        except MemoryTooSmall as error:
+            if self._memory.path is not None:
+                raise
+            warnings.warn(
+                f"everstep: {error} Snapshots go to memory shared with the agent only: they survive the training "
+                "process, but not the agent or a restart of the container.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self.is_shared = False
+        return Arena.create_memfd(
+            run_key=self._place.run_key,
+            node=self._place.node,
+            rank=self._rank,
+            world=self._world,
+            slots=self._memory.slots,
+            slot_bytes=slot_bytes,
+            chunk_bytes=chunk_bytes,
+        )
+
+    def _grow(self, need_bytes: int) -> None:
+        old = self.arena
+        self._arena = self._create(int(need_bytes * GROWTH), old.info.chunk_bytes)
+        self._arena.take(
+            Process.current(), run_id=self._run_id, incarnation=self._incarnation, world=self._world
+        )
+        self._outgrown.append(old)
+
+    def _meet(self) -> None:
+        """Find the other ranks' newest arenas (again: one may have been replaced by a larger one)."""
+        newest: dict[int, tuple[int, int, Path]] = {}
+        for info in find_arenas(self.directory):
+            if info.rank == self._rank or info.path is None or info.incarnation != self._incarnation:
+                continue
+            if info.run_id == self._run_id:
+                key = (info.slot_bytes, info.incarnation, info.path)
+                newest[info.rank] = max(newest.get(info.rank, key), key)
+        for rank, (_, _, path) in newest.items():
+            known = self._neighbours.get(rank)
+            if known is not None and known.info.path == path:
+                continue
+            if known is not None:
+                known.close()
+            self._neighbours[rank] = Arena.attach(path)
+
+
+def regions_bytes(sizes: Sequence[int]) -> int:
+    """Room for regions of these sizes, each padded to 4 KiB."""
+    return sum(-(-size // 4096) * 4096 for size in sizes)

@@ -1,0 +1,121 @@
+"""Opening a run for writing: the run's record, the next incarnation, and who may not."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+from .backends.api import Backend
+from .errors import NotLoaded, RunInUse
+from .format.constants import CHUNK_BYTES
+from .format.records import IncarnationRecord, RunRecord, Writer
+from .memory.process import Process
+from .store.blocking import run_blocking
+from .store.catalog import list_steps
+from .store.runs import add_incarnation, create_run, read_incarnations
+
+NOTHING_TO_LOAD = "there was no checkpoint to load"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an incarnation starts from: the checkpoint that was loaded, or the reason for a fresh start.
+
+    ``looked`` says that a load was tried; a load that found nothing is a fresh start by itself.
+    """
+
+    looked: bool = False
+    incarnation: int | None = None
+    step: int | None = None
+    fresh: str | None = None
+    config_changes: dict[str, Any] = field(default_factory=dict)
+    config_reason: str | None = None
+    loosened: tuple[str, ...] = ()
+
+    @property
+    def adopted(self) -> tuple[int, int] | None:
+        if self.incarnation is None or self.step is None:
+            return None
+        return self.incarnation, self.step
+
+
+def this_writer() -> Writer:
+    """This process, as an incarnation's record names it."""
+    me = Process.current()
+    return Writer(host=socket.gethostname(), boot=me.boot, pid=me.pid, start_time=me.start_time)
+
+
+def writer_alive(writer: Writer) -> bool:
+    """Whether the writer is provably alive: a process of this node's present boot, other than this one."""
+    process = Process(pid=writer.pid, start_time=writer.start_time, boot=writer.boot)
+    return process != Process.current() and process.boot == Process.current().boot and process.alive()
+
+
+def begin_incarnation(
+    backend: Backend,
+    origin: Origin,
+    *,
+    world: int,
+    mesh: dict[str, int],
+    config: dict[str, Any] | None,
+    config_hash: str | None,
+    take_over: bool,
+) -> tuple[RunRecord, IncarnationRecord]:
+    """Create the run if absent and add the next incarnation. Called by one rank.
+
+    Raises NotLoaded and RunInUse; nothing is written then.
+    """
+    records = _existing(backend)
+    if records:
+        _refuse_unloaded(backend, origin)
+        newest = records[-1]
+        if not take_over and writer_alive(newest.writer):
+            raise RunInUse(
+                "another process writes to this run",
+                found=f"process {newest.writer.pid} on {newest.writer.host}, incarnation {newest.number}",
+                expected="no living writer",
+                hint="Stop it first, or pass take_over=True: the other one then gets Superseded.",
+                pid=newest.writer.pid,
+                incarnation=newest.number,
+            )
+    run = run_blocking(create_run(backend, chunk_bytes=CHUNK_BYTES))
+
+    def build(number: int) -> IncarnationRecord:
+        return IncarnationRecord(
+            number=number,
+            id=secrets.token_hex(8),
+            parent=origin.incarnation,
+            adopted_incarnation=origin.incarnation,
+            adopted_step=origin.step,
+            fresh=None if origin.adopted else origin.fresh or NOTHING_TO_LOAD,
+            world=world,
+            mesh=mesh,
+            config_hash=config_hash,
+            config=config,
+            config_changes=origin.config_changes,
+            config_reason=origin.config_reason,
+            loosened=origin.loosened,
+            writer=this_writer(),
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+
+    return run, run_blocking(add_incarnation(backend, build))
+
+
+def _existing(backend: Backend) -> list[IncarnationRecord]:
+    return run_blocking(read_incarnations(backend))
+
+
+def _refuse_unloaded(backend: Backend, origin: Origin) -> None:
+    if origin.looked or origin.fresh:
+        return
+    steps = run_blocking(list_steps(backend))
+    raise NotLoaded(
+        "this run was written before, and nothing was loaded from it",
+        found=f"{len(steps)} checkpoint(s), the newest of step {steps[-1].step}" if steps else "earlier incarnations",
+        expected="load(...) before the first step or save",
+        hint='To start again from nothing and keep what is there listed, pass fresh="why".',
+    )

@@ -1,0 +1,126 @@
+"""What became of the flushes: every failure is told on the handle, at the next call and at close."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+
+from .agent.client import Progress
+from .errors import EverstepError, SaveAbandoned, SaveFailed, Superseded, from_wire
+from .policy import Policy
+
+log = logging.getLogger("everstep")
+
+REMEMBERED_MAX = 1024
+"""How many flushes' outcomes are remembered; far above what can be unfinished."""
+
+FINISHED = ("committed", "failed", "abandoned", "superseded")
+
+
+class Outcomes:
+    """Flushes by step: on their way, durable, or failed and why. Used from the trainer's thread only."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._flushes: OrderedDict[int, Progress | None] = OrderedDict()
+        self._in_a_row = 0
+        self._untold: list[EverstepError] = []
+        self.superseded: Superseded | None = None
+        self.newest_durable: int | None = None
+
+    def expect(self, step: int) -> None:
+        """A flush of ``step`` was asked for."""
+        self._flushes[step] = None
+        self._flushes.move_to_end(step)
+        while len(self._flushes) > REMEMBERED_MAX:
+            self._flushes.popitem(last=False)
+
+    def unfinished(self) -> list[int]:
+        return [step for step, last in self._flushes.items() if last is None]
+
+    def asked(self, step: int) -> bool:
+        """Whether a flush of ``step`` is on its way or durable (not: failed)."""
+        return step in self._flushes and self.outcome(step)[1] is None
+
+    def note(self, progress: Progress) -> None:
+        """Take in one message of the agent."""
+        if progress.stage == "agent_lost":
+            warnings.warn(
+                "everstep: the agent died and was started anew; unfinished flushes go on from its journal",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        if progress.stage == "superseded":
+            self.superseded = _as_error(progress, Superseded)
+        if progress.stage not in FINISHED or progress.step not in self._flushes:
+            return
+        if self._flushes[progress.step] is not None:
+            return
+        self._flushes[progress.step] = progress
+        if progress.stage == "committed":
+            self._in_a_row = 0
+            self.newest_durable = max(progress.step, self.newest_durable or 0)
+            log.info("everstep: step %d is durable (%.2f s)", progress.step, progress.seconds)
+            return
+        error = self.outcome(progress.step)[1]
+        assert error is not None
+        if progress.stage == "failed":
+            self._in_a_row += 1
+        log.warning("everstep: step %d did not become durable: %s", progress.step, error)
+        self._untold.append(error)
+
+    def outcome(self, step: int) -> tuple[bool, EverstepError | None]:
+        """(finished, error) of a flush."""
+        progress = self._flushes.get(step)
+        if progress is None:
+            return False, None
+        if progress.stage == "committed":
+            return True, None
+        kind = {"abandoned": SaveAbandoned, "superseded": Superseded}.get(progress.stage, SaveFailed)
+        return True, _as_error(progress, kind)
+
+    def tell(self) -> None:
+        """Raise or warn about failures that the caller has not heard of, by policy. Superseded always raises."""
+        if self.superseded is not None:
+            raise self.superseded
+        untold, self._untold = self._untold, []
+        if not untold:
+            return
+        limit = self._policy.failures_max
+        if self._policy.on_failure == "raise" or (limit is not None and self._in_a_row >= limit):
+            raise untold[-1]
+        for error in untold:
+            warnings.warn(f"everstep: {error}", RuntimeWarning, stacklevel=3)
+
+    def forget_untold(self, step: int) -> None:
+        """The caller hears of this step's failure by another way (its handle)."""
+        self._untold = [error for error in self._untold if error.fields.get("step") != step]
+
+    def wait(self, step: int, timeout_s: float, look: Callable[[float], None]) -> None:
+        """Until the flush of ``step`` is finished; ``look(seconds)`` waits for the agent's next message."""
+        until = time.monotonic() + timeout_s
+        while not self.outcome(step)[0]:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise SaveFailed(
+                    f"step {step} did not become durable in time",
+                    found=f"still on its way after {timeout_s:g} s",
+                    hint="It may still arrive; look at the agent's log, or wait again.",
+                    step=step,
+                )
+            look(left)
+
+
+def _as_error(progress: Progress, kind: type[EverstepError]) -> EverstepError:
+    """The agent's error as ``kind``, with the step; an error of a subclass keeps its own class."""
+    found = from_wire(progress.error) if progress.error else EverstepError(f"step {progress.step} was given up")
+    cls = type(found) if issubclass(type(found), kind) else kind
+    message = found.message if issubclass(type(found), kind) else f"{type(found).__name__}: {found.message}"
+    fields = {**found.fields, "step": progress.step}
+    if progress.tier:
+        fields["tier"] = progress.tier
+    return cls(message, found=found.found, expected=found.expected, hint=found.hint, **fields)
