@@ -84,7 +84,7 @@ def itemsize_bits(dtype: str) -> int:
 
 
 def nbytes(dtype: str, count: int) -> int:
-    """Bytes of ``count`` elements that lie one behind the other; a last partial byte counts as a whole one."""
+    """Bytes of ``count`` elements one behind the other; a last partial byte counts as a whole one."""
     return (lookup(dtype).bits * count + 7) // 8
 
 

@@ -1,11 +1,10 @@
 """Layouts: from the entries of a rank to places, and to canonical bytes and back.
 
-A layout is per rank, content-addressed (by the hash of its canonical bytes) and stored once per run. Its values
-are defined in :mod:`.entries` and offered here too.
+A layout is per rank, content-addressed (by the hash of its canonical bytes) and stored once per run. Its
+values are defined in :mod:`.entries` and offered here too.
 
-The canonical bytes are columns (one array per field over all entries), so that ten thousand entries decode in a
-few milliseconds and compress well. What can be derived is not stored: sizes follow from dtypes and boxes,
-image headers from the entries.
+The canonical bytes are columns (one array per field over all entries), which are quick to read and compress
+well. What can be derived is not stored: sizes follow from dtypes and boxes, image headers from the entries.
 """
 
 from __future__ import annotations
@@ -71,8 +70,9 @@ class _Row:
 
 
 class _Columns(msgspec.Struct, forbid_unknown_fields=True):
-    """The stored form. ``image`` is 0 where nothing is stored, else 1 + index into ``images``; ``begin`` counts
-    from the first data byte of the image; ``boxes`` is nil for one full box, else all offsets and lengths."""
+    """The stored form. ``image`` is 0 where nothing is stored, else 1 + index into ``images``; ``begin``
+    counts from the first data byte of the image; ``boxes`` is nil for one full box, else all offsets and
+    lengths."""
 
     v: int
     images: list[str]
@@ -103,8 +103,8 @@ _version_decoder = msgspec.msgpack.Decoder(_Version)
 
 
 def build_layout(specs: Sequence[EntrySpec]) -> Layout:
-    """Give every stored entry its place: one image per part, tensors by item size (largest first), then in the
-    order given, so that each is naturally aligned and there are no holes.
+    """Give every stored entry its place: one image per part, tensors by item size (largest first), then in
+    the order given, so that each is naturally aligned and there are no holes.
 
     Raises :class:`UnsupportedValue` (its ``path`` is part/key) for unknown dtypes, boxes outside the shape, a
     key twice in a part, text that is not Unicode.
@@ -297,8 +297,9 @@ def decode(data: bytes, name: str = "layout") -> Layout:
     """The layout whose canonical bytes are ``data``.
 
     Every rule is checked, sizes first; bytes that :func:`encode` would not have written are refused. Raises
-    :class:`Damaged`, or :class:`UnknownFormat` for another version or a dtype unknown here; both name ``name``.
-    That the bytes are the ones asked for is the caller's check (:func:`layout_hash`, or :func:`open_layout`).
+    :class:`Damaged`, or :class:`UnknownFormat` for another version or a dtype unknown here; both name
+    ``name``. That the bytes are the ones asked for is the caller's check (:func:`layout_hash`, or
+    :func:`open_layout`).
     """
     if len(data) > LAYOUT_BYTES_MAX:
         raise Damaged(

@@ -53,7 +53,8 @@ class Parsed:
     """A name taken apart; fields that the kind does not have are None.
 
     ``attempt`` is the number of a decision as well. ``text`` is the escaped text (of an image's or writer's
-    name) as it stands in the name; ``image`` and ``writer`` are the text unescaped, None where it was shortened.
+    name) as it stands in the name; ``image`` and ``writer`` are that text unescaped, None where it was
+    shortened.
     """
 
     kind: Kind

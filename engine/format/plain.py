@@ -23,8 +23,8 @@ _INT_DIGITS_MAX = 4096
 
 
 def to_plain(value: Any, path: str = "") -> Any:
-    """``value`` with everything that JSON lacks replaced by tagged texts; tuples become lists, scalars of numpy
-    and torch numbers.
+    """``value`` with everything that JSON lacks replaced by tagged texts; tuples become lists, scalars of
+    numpy and torch become numbers.
 
     Raises :class:`UnsupportedValue` whose ``path`` names what cannot be stored.
     """

@@ -49,22 +49,15 @@ def seal(kind: str, body: dict[str, Any], *, format: int = FORMAT_VERSION) -> by
 
 
 def _render(value: Any, column: int, *, ascii_only: bool) -> str:
+    """``value`` as JSON whose further lines are indented by ``column``; what is short stands on one line."""
     line = json.dumps(value, ensure_ascii=ascii_only, allow_nan=False)
-    is_record = column == 0 and isinstance(value, dict)
-    if (
-        not value
-        or not isinstance(value, (dict, list))
-        or (not is_record and column + len(line) <= _LINE_CHARS)
-    ):
+    if not value or not isinstance(value, (dict, list)) or (column and column + len(line) <= _LINE_CHARS):
         return line
     inner = " " * (column + 2)
-    if isinstance(value, dict):
-        lines = [
-            f"{inner}{json.dumps(key, ensure_ascii=ascii_only)}: {_render(item, column + 2, ascii_only=ascii_only)}"
-            for key, item in value.items()
-        ]
-    else:
-        lines = [inner + _render(item, column + 2, ascii_only=ascii_only) for item in value]
+    lines = []
+    for key in value if isinstance(value, dict) else range(len(value)):
+        label = json.dumps(key, ensure_ascii=ascii_only) + ": " if isinstance(value, dict) else ""
+        lines.append(inner + label + _render(value[key], column + 2, ascii_only=ascii_only))
     opening, closing = "{}" if isinstance(value, dict) else "[]"
     return opening + "\n" + ",\n".join(lines) + "\n" + " " * column + closing
 
@@ -72,8 +65,8 @@ def _render(value: Any, column: int, *, ascii_only: bool) -> str:
 def unseal(data: bytes, kind: str | None, name: str) -> dict[str, Any]:
     """The body that :func:`seal` was given, of a record of ``kind`` (None: of any).
 
-    Raises :class:`Damaged` for every byte that is not as written, :class:`UnknownFormat` for a record of another
-    format version or under a hash that this release does not have; both name the object as ``name``.
+    Raises :class:`Damaged` for every byte that is not as written, :class:`UnknownFormat` for a record of
+    another format version or under a hash that this release does not have; both name the object ``name``.
     """
     return unseal_any(data, name, (kind,) if kind is not None else None)[1]
 

@@ -23,7 +23,7 @@ def build(cls: type[T], body: dict[str, Any], nested: dict[str, type[Any]] | Non
     """An instance of the dataclass ``cls`` from ``body``.
 
     Types are checked strictly. A field that ``cls`` does not have is a later release's: UnknownFormat, raised
-    without a name (see :func:`decoding`). ``nested`` gives the classes of fields that hold records themselves.
+    without a name (see :func:`decoding`). ``nested`` gives the classes of fields that hold records.
     """
     _check_fields(cls, body, "")
     for field, inner in (nested or {}).items():
@@ -55,8 +55,8 @@ def fields(record: Any) -> dict[str, Any]:
 
 
 def decoding(name: str, make: Callable[[], T]) -> T:
-    """What ``make`` gives; its :class:`Broken` and nameless :class:`UnknownFormat` become errors that name the
-    object ``name``."""
+    """What ``make`` gives; its :class:`Broken` and nameless :class:`UnknownFormat` become errors that name
+    the object ``name``."""
     try:
         return make()
     except Broken as problem:

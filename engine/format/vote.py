@@ -25,7 +25,7 @@ STATE_IMAGE = "state"
 
 @dataclass(frozen=True, slots=True)
 class ImageRecord:
-    """One stored image: its size, the hashes of its chunks (16 bytes each, one after the other) and their root.
+    """One stored image: its size, the hashes of its chunks (16 bytes each, joined) and their root.
 
     ``encoding`` is "plain" for a full image; ``base`` names the base of a delta (None here).
     """
@@ -98,8 +98,8 @@ def vote_hash(data: bytes) -> str:
 def encode_vote(vote: Vote) -> bytes:
     """The bytes of ``vote``: a header of fixed size, then the index (zstandard over msgpack).
 
-    Raises :class:`UnsupportedValue` (by path) for meta values that are not plain, or a root that is not that of
-    the images.
+    Raises :class:`UnsupportedValue` (by path) for meta values that are not plain, or a root that is not that
+    of the images.
     """
     encoding("vote", lambda: _check(vote))
     index = _encoder.encode(
@@ -207,8 +207,8 @@ def _decode_header(data: bytes, name: str) -> tuple[Any, ...]:
 
 
 def _check(vote: Vote) -> None:
-    for field, least in (("step", 0), ("incarnation", 0), ("attempt", 1), ("world", 1)):
-        need_number(field, getattr(vote, field), least)
+    for number, least in (("step", 0), ("incarnation", 0), ("attempt", 1), ("world", 1)):
+        need_number(number, getattr(vote, number), least)
     need_number("rank", vote.rank, most=vote.world - 1)
     need(bool(re.fullmatch(rf"[a-z]{{1,{_KIND_BYTES}}}", vote.kind)), f"kind is {vote.kind!r}")
     need_hash("layout_hash", vote.layout_hash)
