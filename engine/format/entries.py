@@ -60,7 +60,7 @@ class Entry:
 
     ``image`` is an index into ``Layout.images``, or None where another rank stores the entry. ``offset`` is
     the byte offset of the first box from the start of the image (header included); the boxes lie one behind
-    the other, each row-major. ``nbytes`` is the size of all boxes together.
+    the other, each row-major. ``nbytes`` is the size of all boxes together, stored here or not.
     """
 
     part: str

@@ -22,6 +22,7 @@ from .constants import AXES_MAX, FORMAT_VERSION, HASH_BYTES, HEADER_BYTES_MAX, L
 from .dtypes import DTYPES, Dtype, header_type
 from .entries import Box, Entry, EntrySpec, ImageSpec, Layout, Scope
 from .hashing import digest, hexdigest
+from .sealed import UPGRADE_HINT
 from .vote import STATE_IMAGE
 from .zstd import inflate
 
@@ -154,8 +155,8 @@ def _checked(
     row = DTYPES.get(dtype)
     if row is None:
         raise _Invalid(f"{part}/{key}", f"unknown dtype {dtype!r}")
-    volume = prod(shape)
-    if len(shape) > AXES_MAX or (shape and min(shape) < 0) or volume > SIZE_MAX:
+    volume = prod(shape) if len(shape) <= AXES_MAX else SIZE_MAX + 1
+    if volume > SIZE_MAX or (shape and min(shape) < 0):
         raise _Invalid(f"{part}/{key}", f"shape {shape} is not possible")
     if _is_whole(boxes, shape):
         nbytes = (row.bits * volume + 7) // 8
@@ -184,11 +185,14 @@ def _check_box(path: str, box: Box, shape: tuple[int, ...]) -> None:
             raise _Invalid(path, f"box {box.offsets}+{box.lengths} lies outside shape {shape}")
 
 
-def _check_text(path: str, text: str) -> None:
+def _check_texts(rows: list[_Row]) -> None:
+    """Parts and keys must have a UTF-8 form, which lone surrogates have not."""
     try:
-        text.encode()
+        "".join([row.part + row.key for row in rows]).encode()
     except UnicodeEncodeError:
-        raise _Invalid(ascii(path), "text that is not Unicode (lone surrogates)") from None
+        for row in rows:
+            if any("\ud800" <= char <= "\udfff" for char in row.part + row.key):
+                raise _Invalid(ascii(f"{row.part}/{row.key}"), "text with lone surrogates") from None
 
 
 # -------------------------------------------------------------------------------------------- assembling
@@ -210,14 +214,23 @@ def _assemble(rows: list[_Row], names: list[str], parts: list[str]) -> Layout:
         seen.add((row.part, row.key))
     if len(seen) != len(rows):
         _raise_twice(rows)
+    _check_texts(rows)
     specs = [_image_spec(rows, members[i], names[i], parts[i]) for i in range(len(names))]
     entries = []
     for row in rows:
-        offset, size = 0, 0
-        if row.image is not None:
-            offset, size = row.begin + len(specs[row.image].header), row.nbytes
+        offset = 0 if row.image is None else row.begin + len(specs[row.image].header)
         entries.append(
-            Entry(row.part, row.key, row.dtype.name, row.shape, row.boxes, row.scope, row.image, offset, size)
+            Entry(
+                row.part,
+                row.key,
+                row.dtype.name,
+                row.shape,
+                row.boxes,
+                row.scope,
+                row.image,
+                offset,
+                row.nbytes,
+            )
         )
     return Layout(tuple(entries), tuple(specs))
 
@@ -232,7 +245,6 @@ def _raise_twice(rows: list[_Row]) -> None:
 
 def _image_spec(rows: list[_Row], members: list[int], name: str, part: str) -> ImageSpec:
     """Header and size of one image; the tensors must lie one behind the other from byte 0 on."""
-    _check_text(name, name)
     members.sort(key=lambda index: (rows[index].begin, rows[index].nbytes > 0))
     names = images.TensorNames([rows[index].key for index in members if len(rows[index].boxes) == 1])
     tensors = []
@@ -250,10 +262,9 @@ def _image_spec(rows: list[_Row], members: list[int], name: str, part: str) -> I
             end += size
     if end > SIZE_MAX:
         raise _Invalid(part, f"{end} bytes are too many for an image")
-    try:
-        header = images.header(tensors)
-    except UnicodeEncodeError:
-        raise _Invalid(part, "a key that is not Unicode (lone surrogates)") from None
+    if not tensors:
+        raise _Invalid(name, "an image without entries")
+    header = images.header(tensors)
     if len(header) > HEADER_BYTES_MAX:
         raise _Invalid(part, f"{len(tensors)} tensors need a header over {HEADER_BYTES_MAX} bytes")
     return ImageSpec(name, part, header, len(header) + end)
@@ -335,7 +346,7 @@ def _decode_columns(data: bytes, name: str) -> _Columns:
             name=name,
             found=version,
             expected=FORMAT_VERSION,
-            hint="Read this run with the release of everstep that wrote it, or a newer one.",
+            hint=UPGRADE_HINT,
         )
     unknown = [dtype for dtype in columns.dtypes if dtype not in DTYPES]
     if unknown:
