@@ -259,7 +259,7 @@ def fill_targets(
     sources: Sequence[Source], rank: int, layouts: Sequence[Layout], targets: Mapping[int, memoryview]
 ) -> FillReport:
     """Read the bytes of ``targets`` (by entry index of the rank's layout)."""
-    reads = plan_reads(rank, layouts, wanted=sorted(targets))
+    reads = plan_reads([layouts[rank].entries[index] for index in wanted], layouts, rank)
     report = run_blocking(fill(sources, reads, targets))
     for fallback in report.fallbacks:
         warnings.warn(
