@@ -22,7 +22,7 @@ from .format.constants import CHUNK_BYTES
 from .format.records import IncarnationRecord, RunRecord
 from .format.records import decode_incarnation, decode_run, encode_incarnation, encode_run
 from .handles import SaveHandle
-from .loading import Loader, Recovery
+from .loading import Loader, Recovery, into_state
 from .memorytier import MemoryTier
 from .opening import Origin, begin_incarnation
 from .places import locate
@@ -64,7 +64,7 @@ class Checkpointer:
         self,
         root: str | os.PathLike[str],
         *,
-        memory: Memory | None = None,
+        memory: Memory | None = Memory(),  # noqa: B008  (frozen)
         policy: Policy | None = None,
         config: Any = None,
         agent: Literal["process", "inline"] = "process",
@@ -79,7 +79,7 @@ class Checkpointer:
             raise BadOption("fresh= must say why", found=repr(fresh), expected="a text")
         self._place = locate(root, node=node)
         self._backend: Backend = open_backend(self._place.url, shared=True)
-        self._memory = memory or Memory()
+        self._memory = memory
         self._policy = policy or Policy()
         self._config = plain_config(config)
         self._agent = agent
@@ -117,12 +117,17 @@ class Checkpointer:
             raise BadOption("load after the first step or save", hint="Make a new Checkpointer to go back.")
         trained = as_train_state(state)
         ranks, tier = self._meet()
-        arenas = tier.directory if self._origin.fresh is None else None
         if self._origin.fresh is None:
-            loader = Loader(self._backend, ranks, arenas, timeout_s=self._policy.rank_timeout_s)
-            self.recovery = loader.load(
-                trained, step=step, allow=allow, config=self._config, config_reason=config_reason
+            loader = Loader(
+                self._backend, ranks, tier.directory, timeout_s=self._policy.rank_timeout_s, writes=True
             )
+            found = loader.load(
+                into_state(trained, ranks.rank, ranks.world, allow),
+                step=step,
+                config=self._config,
+                config_reason=config_reason,
+            )
+            self.recovery = found[0] if found is not None else None
         self._origin = self._origin_of(self.recovery, config_reason)
         self._reserve(trained)
         return self.recovery.step if self.recovery is not None else None
