@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from everstep.errors import CannotTell, Damaged, EverstepError, Pruned, StateMismatch
 from everstep.format.vote import ImageRecord
+from everstep.memory.errors import ArenaGone, SlotGone
 from everstep.plan.reads import Read
 
 from .sources import Source, bad_chunks, changed_chunk, check_record
@@ -29,6 +30,13 @@ PIECE_BYTES = 16 << 20
 
 LARGE_COPY_BYTES = 64 << 10
 """From here on a copy is worth giving up the interpreter lock for."""
+
+
+FALLBACKS_MAX = 256
+"""Fallbacks that a report tells one by one."""
+
+_UNSERVED = (Damaged, CannotTell, Pruned, SlotGone, ArenaGone)
+"""Errors of one source that another may make good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +54,22 @@ class Fallback:
 
 @dataclass(slots=True)
 class FillReport:
-    """``nbytes`` were copied into targets; ``read_bytes`` were read (or hashed in place), by source."""
+    """``nbytes`` were copied into targets; ``read_bytes`` were read (or hashed in place), by source. Of the
+    ``fallbacks_count`` fallbacks the first ``FALLBACKS_MAX`` are kept."""
 
     nbytes: int = 0
     pieces: int = 0
     read_bytes: dict[str, int] = field(default_factory=dict)
     fallbacks: list[Fallback] = field(default_factory=list)
+    fallbacks_count: int = 0
+
+    def count(self, source: Source, nbytes: int) -> None:
+        self.read_bytes[source.label] = self.read_bytes.get(source.label, 0) + nbytes
+
+    def fell_back(self, fallback: Fallback) -> None:
+        self.fallbacks_count += 1
+        if len(self.fallbacks) < FALLBACKS_MAX:
+            self.fallbacks.append(fallback)
 
 
 Copy = tuple[int, int, int, int]
@@ -156,7 +174,7 @@ async def _holders(
             name = source.locate(rank, image)
             error: EverstepError = Damaged(f"{name} is in no vote", found="nothing", expected="a record", name=name)
             failed.append((source, error))
-        except (Damaged, CannotTell, Pruned) as error:
+        except _UNSERVED as error:
             failed.append((source, error))
         else:
             if record is None:
@@ -168,9 +186,7 @@ async def _holders(
             raise _worst(failed)
         raise StateMismatch(f"no source holds image {image!r} of rank {rank}", found="nothing", rank=rank)
     for source, error in failed:
-        report.fallbacks.append(
-            Fallback(rank, image, 0, record.nbytes, source.label, error, holders[0].label)
-        )
+        report.fell_back(Fallback(rank, image, 0, record.nbytes, source.label, error, holders[0].label))
     return tuple(holders), record
 
 
@@ -268,7 +284,7 @@ async def _work(
         bad: list[tuple[int, bytes]] = []
         if error is None:
             bad = await loop.run_in_executor(pool, _verify_and_copy, piece, view, targets)
-            report.read_bytes[source.label] = report.read_bytes.get(source.label, 0) + piece.nbytes
+            report.count(source, piece.nbytes)
         if error is not None or bad:
             await _repair(piece, view, bad, error, targets, pool, report)
         report.pieces += 1
@@ -278,7 +294,7 @@ async def _work(
 async def _try_read(source: Source, piece: _Piece, view: memoryview) -> EverstepError | None:
     try:
         await source.read_into(piece.rank, piece.image, piece.offset, view)
-    except (Damaged, CannotTell, Pruned) as error:
+    except _UNSERVED as error:
         return error
     return None
 
@@ -321,24 +337,24 @@ async def _repair(
     """Get the bad chunks (all, when the piece could not be read) from the other holders, then copy."""
     loop = asyncio.get_running_loop()
     chunk_bytes = piece.holders[0].chunk_bytes
-    whole = memoryview(bytearray(view)) if error is None else memoryview(bytearray(piece.nbytes))
-    first = piece.offset // chunk_bytes
-    wanted = dict(bad) if error is None else dict.fromkeys(range(first, -(-(piece.offset + piece.nbytes) // chunk_bytes)))
+    whole = memoryview(bytearray(view)) if view.readonly else view
+    wanted: dict[int, bytes | None] = dict(bad)
+    if error is not None:
+        wanted = dict.fromkeys(range(piece.offset // chunk_bytes, -(-(piece.offset + piece.nbytes) // chunk_bytes)))
     for index, found in wanted.items():
         at = index * chunk_bytes - piece.offset
         chunk = whole[at : at + chunk_bytes]
         failed: list[tuple[Source, EverstepError]] = []
         source = piece.holders[0]
-        if error is not None:
-            failed.append((source, error))
-        else:
-            assert found is not None
+        if found is not None:
             name = source.locate(piece.rank, piece.image)
             failed.append((source, changed_chunk(name, piece.record, index, found, chunk_bytes)))
+        elif error is not None:
+            failed.append((source, error))
         server = await _from_another(piece, index, chunk, failed, pool)
-        report.read_bytes[server.label] = report.read_bytes.get(server.label, 0) + len(chunk)
+        report.count(server, len(chunk))
         for former, problem in failed:
-            report.fallbacks.append(
+            report.fell_back(
                 Fallback(
                     piece.rank, piece.image, index * chunk_bytes, len(chunk), former.label, problem, server.label
                 )
@@ -358,7 +374,7 @@ async def _from_another(
     for source in piece.holders[1:]:
         try:
             await source.read_into(piece.rank, piece.image, index * source.chunk_bytes, chunk)
-        except (Damaged, CannotTell, Pruned) as error:
+        except _UNSERVED as error:
             failed.append((source, error))
             continue
         bad = await loop.run_in_executor(pool, bad_chunks, chunk, index, piece.record, source.chunk_bytes)

@@ -33,9 +33,12 @@ FOUND_NAMES_MAX = 5
 """Entries of a foreign directory that an error names."""
 
 
+TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+
+
 def now() -> str:
-    """The time as records store it: UTC, to the second, for people only."""
-    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    """The time as records store it: UTC, to the second. For people, and for the patience of tombstones."""
+    return datetime.now(timezone.utc).strftime(TIME_FORMAT)
 
 
 async def open_run(backend: Backend) -> RunRecord:
