@@ -27,7 +27,11 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Attempt ``attempt`` of ``step`` in ``incarnation`` is complete and counts."""
+    """Attempt ``attempt`` of ``step`` in ``incarnation`` is complete and counts.
+
+    ``number`` is the decision's own: the attempt's, but for a revision, which says again, above a tombstone that
+    was taken back, that an earlier attempt counts. 0 stands for the attempt's number.
+    """
 
     step: int
     incarnation: int
@@ -44,6 +48,7 @@ class Manifest:
     parent: dict[str, Any] | None = None
     created: str = ""
     scope: str = "shared"
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +64,14 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """The checkpoint is being removed. ``number`` is one above the highest decision before."""
+    """The checkpoint is being removed. ``number`` is one above the highest decision before. ``created`` (UTC) tells
+    how long it has stood: it outlives every commit that may still be under way."""
 
     step: int
     incarnation: int
     number: int
     reason: str
+    created: str = ""
 
 
 Decision = Manifest | Abort | Tombstone
@@ -79,8 +86,12 @@ _SCOPES = ("shared", "node")
 
 
 def decision_number(decision: Decision) -> int:
-    """The number under which ``decision`` is published: the attempt's, or the tombstone's own."""
-    return decision.number if isinstance(decision, Tombstone) else decision.attempt
+    """The number under which ``decision`` is published: the attempt's, or a tombstone's or revision's own."""
+    if isinstance(decision, Abort):
+        return decision.attempt
+    if isinstance(decision, Tombstone):
+        return decision.number
+    return decision.number or decision.attempt
 
 
 def encode_decision(decision: Decision) -> bytes:
@@ -131,6 +142,9 @@ def _check_manifest(manifest: Manifest) -> None:
     need(bool(manifest.kind), "kind is empty")
     need(manifest.scope in _SCOPES, f"scope is {manifest.scope!r}, not one of {_SCOPES}")
     need_number("world", manifest.world, least=1)
+    need_number("attempt", manifest.attempt, least=1)
+    revises = manifest.number == 0 or manifest.number > manifest.attempt
+    need(revises, f"revision {manifest.number} of attempt {manifest.attempt}")
     ranks = [record.rank for record in manifest.ranks]
     need(ranks == sorted(set(ranks)), "ranks are not in order, each once")
     need_number("rank", ranks[-1] if ranks else 0, most=manifest.world - 1)
