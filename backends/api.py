@@ -14,12 +14,20 @@ from typing import Protocol
 
 from .errors import Permanent
 
+NAME_MAX = 1024
+"""Characters of a name."""
+
 _PART = re.compile(r"[A-Za-z0-9_%=+,@~-][A-Za-z0-9._%=+,@~-]*")
+
+
+def is_name(name: str) -> bool:
+    """Whether ``name`` is a proper object name."""
+    return 0 < len(name) <= NAME_MAX and all(_PART.fullmatch(part) for part in name.split("/"))
 
 
 def check_name(name: str) -> str:
     """``name`` itself if it is a proper object name, else :class:`Permanent`."""
-    if not name or len(name) > 1024 or not all(_PART.fullmatch(part) for part in name.split("/")):
+    if not is_name(name):
         raise Permanent(name, "not a proper object name")
     return name
 
