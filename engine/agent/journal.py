@@ -25,13 +25,13 @@ MAP_BYTES = 16 << 20
 _KEY = struct.Struct(">QQI")
 
 QUEUED = "queued"
-SEALED = "sealed"
 VOTED = "voted"
+"""Stages of a job: the slot is needed until the vote is there, and not any more then."""
 
 
 @dataclass(frozen=True)
 class JobEntry:
-    """A rank's flush. ``arena`` is "" for a memfd; ``root`` is b"" until the slot is sealed; ``order`` is the place
+    """A rank's flush. ``arena`` is "" for a memfd; ``root`` is b"" where the slot was not sealed yet; ``order`` is the place
     in the queue; ``process`` (pid, start time, boot) is the trainer that asked."""
 
     incarnation: int

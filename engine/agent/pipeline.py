@@ -129,12 +129,13 @@ class Pipeline:
         if entry.rank in flush.jobs:
             self._say(flush, "queued", rank=entry.rank)
             return
+        job = flush.jobs[entry.rank] = Job(entry, None)  # the flush's end lets go of its pin and its entry
         try:
             self._check_room(entry)
-            job = Job(entry, None if entry.stage == VOTED else pin())
-            flush.jobs[entry.rank] = job  # from here on the flush's end lets go of the pin and of the entry
-            _check_slot(entry, job.pinned)
-            await self._owner.remember(entry)
+            if entry.stage != VOTED:
+                await self._pin(flush, job, pin)
+            if flush.ending is None:
+                await self._owner.remember(job.entry)
         except (EverstepError, OSError) as error:
             self._fail(flush, error, entry.rank)
             return
@@ -214,6 +215,17 @@ class Pipeline:
                 self._say(told, "committed" if error is None else stage_of(error), error=error)
                 return None
         return self._flush_for(entry.incarnation, entry.step, entry.attempt, entry.world)
+
+    async def _pin(self, flush: Flush, job: Job, pin: Callable[[], Pinned]) -> None:
+        """Pin the job's slot, in a thread: a stopped trainer may hold the arena's lock for some seconds."""
+        pinned = await asyncio.to_thread(pin)
+        try:
+            job.entry = _checked(job.entry, pinned)
+            if flush.ending is None and not flush.settled:
+                job.pinned, pinned = pinned, None
+        finally:
+            if pinned is not None:
+                pinned.release()
 
     def _check_room(self, entry: JobEntry) -> None:
         if len(self._queue) >= self._queue_max or len(self._flushes) > FLUSHES_MAX:
@@ -443,17 +455,22 @@ def _unpin(flush: Flush) -> None:
             job.pinned = None
 
 
-def _check_slot(entry: JobEntry, pinned: Pinned | None) -> None:
-    """The pinned slot must hold the job's snapshot, and what was sealed before must be sealed the same now."""
-    if pinned is None:
-        return
-    if (pinned.info.incarnation, pinned.info.step) != (entry.incarnation, entry.step):
+def _checked(entry: JobEntry, pinned: Pinned) -> JobEntry:
+    """The entry, with the slot's root if it is sealed. The slot must hold the entry's snapshot, and must be sealed
+    as it was when the entry was made."""
+    info = pinned.info
+    if (info.incarnation, info.step) != (entry.incarnation, entry.step):
         raise SlotGone(
-            f"slot {entry.slot} holds another snapshot",
-            found=f"step {pinned.info.step} of incarnation {pinned.info.incarnation}",
+            f"slot {entry.slot} of rank {entry.rank} holds another snapshot",
+            found=f"step {info.step} of incarnation {info.incarnation}",
             expected=f"step {entry.step} of incarnation {entry.incarnation}",
         )
-    if entry.root:
-        records = pinned.sealed()
-        if records is None or rank_root(records) != entry.root:
-            raise SlotGone(f"slot {entry.slot} is not what was sealed", step=entry.step, rank=entry.rank)
+    records = pinned.sealed()
+    root = b"" if records is None else rank_root(records)
+    if entry.root and root != entry.root:
+        raise SlotGone(
+            f"slot {entry.slot} of rank {entry.rank} is not what was sealed",
+            found=root.hex() or "not sealed",
+            expected=entry.root.hex(),
+        )
+    return replace(entry, root=root)
