@@ -1,7 +1,7 @@
 """Memory at known addresses: what direct I/O asks for.
 
-``O_DIRECT`` wants file offset, length and memory address to be multiples of the device's block. Everything here
-counts in :data:`BLOCK`, which is a multiple of every block size in use.
+``O_DIRECT`` wants file offset, length and memory address to be multiples of the device's block. Everything
+here counts in :data:`BLOCK`, which is a multiple of every block size in use.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ BLOCK = 4096
 
 
 class _PyBuffer(ctypes.Structure):
-    """``Py_buffer`` of the C interface: the only way to a read-only view's address without further libraries."""
+    """``Py_buffer`` of the C interface: the only way to a read-only view's address without further
+    libraries."""
 
     _fields_ = [
         ("buf", ctypes.c_void_p),

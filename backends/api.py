@@ -52,6 +52,11 @@ class Item:
     nbytes: int
 
 
+Items = list[Item]
+Names = list[str]
+"""These two for signatures within classes that have a method ``list``."""
+
+
 class Writer(Protocol):
     """One object being written. Nothing is visible under the final name before :meth:`commit` returns, and
     then the object is durable, contents and name. :meth:`abort` (also safe after an error or a commit, where
@@ -104,16 +109,16 @@ class Backend(Protocol):
         A prefix that does not exist lists nothing. Unfinished temporaries are not listed."""
         ...
 
-    async def list_names(self, prefix: str = "") -> list[str]:
+    async def list_names(self, prefix: str = "") -> Names:
         """The direct children of ``prefix``: object names' next parts, directories included, uncached."""
         ...
 
     async def delete(self, names: Iterable[str]) -> None:
-        """Remove objects; those that do not exist are no error. Durable when it returns. Containers that become
-        empty may be removed too."""
+        """Remove objects; those that do not exist are no error. Durable when it returns. Containers that
+        become empty may be removed too."""
         ...
 
-    async def leftovers(self, prefix: str = "") -> list[Item]:
+    async def leftovers(self, prefix: str = "") -> Items:
         """Unfinished temporaries (and uploads) that lie below ``prefix``."""
         ...
 

@@ -3,8 +3,8 @@
 Every operation that changes the disk reaches the points ``<op>.before`` and ``<op>.after`` (see
 :mod:`.points`) with the name it works on, relative to the root: open, write, fsync, rename, link, unlink,
 mkdir, rmdir, fsyncdir, truncate, fallocate. Tests subclass :class:`Door` to record, to fail or to simulate.
-All methods are synchronous and may block; they raise OSError. They may be called from several threads at once,
-but one :class:`File` is used by one thread at a time.
+All methods are synchronous and may block; they raise OSError. They may be called from several threads at
+once, but one :class:`File` is used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(slots=True)
 class File:
-    """An open file; ``name`` is relative to the door's root, ``direct`` says that the page cache is passed by."""
+    """An open file; ``name`` is relative to the door's root, ``direct``: not through the page cache."""
 
     fd: int
     name: str

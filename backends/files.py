@@ -8,11 +8,12 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from .api import Capabilities, Item, check_name
+from .api import Capabilities, Item, Items, Names, check_name
 from .door import Door
 from .errors import Permanent
 from .filewriter import FileWriter
@@ -35,7 +36,7 @@ class LocalBackend:
     no thread touches a caller's memory after the call. It belongs to the process that made it: in a forked
     child every call raises Permanent. :meth:`close` waits for what runs.
 
-    ``shared`` says that all nodes see this root (a network file system); the object cannot find out itself."""
+    ``shared`` says that all nodes see this root (a network file system); it cannot be found out here."""
 
     def __init__(
         self,
@@ -86,13 +87,13 @@ class LocalBackend:
         async for item in self._scan(prefix, temporaries=False):
             yield item
 
-    async def list_names(self, prefix: str = "") -> list[str]:
+    async def list_names(self, prefix: str = "") -> Names:
         return await self._run(lambda: self._files.list_names(prefix))
 
     async def delete(self, names: Iterable[str]) -> None:
         await self._delete([check_name(name) for name in names])
 
-    async def leftovers(self, prefix: str = "") -> list[Item]:
+    async def leftovers(self, prefix: str = "") -> Items:
         return [item async for item in self._scan(prefix, temporaries=True)]
 
     async def discard_leftovers(self, items: Iterable[Item]) -> None:
@@ -117,10 +118,10 @@ class LocalBackend:
             for item in await self._run(lambda: self._files.scan(pending, temporaries)):
                 yield item
 
-    async def _delete(self, names: list[str]) -> None:
+    async def _delete(self, names: Names) -> None:
         left = iter(names)
-        while lot := list(islice(left, DELETE_NAMES_MAX)):
-            await self._run(lambda lot=lot: self._files.delete(lot))  # type: ignore[misc]
+        while lot := tuple(islice(left, DELETE_NAMES_MAX)):
+            await self._run(partial(self._files.delete, lot))
 
     async def _run(self, job: Callable[[], T]) -> T:
         """Do ``job`` on the pool. When the caller is cancelled, a job that has begun is waited for."""

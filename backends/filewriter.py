@@ -29,9 +29,9 @@ class FileWriter:
     """One object in the making: a temporary, published by :meth:`commit`.
 
     With direct I/O, views that begin at a multiple of 4 KiB, at such a position of the object, go to the disk
-    out of the caller's memory, into room that was reserved at the start; other bytes are gathered in a staging
-    buffer first. The last block is padded there and the file cut to its length. Without (the file system has
-    none, or the object is small) all goes through the page cache.
+    out of the caller's memory, into room that was reserved at the start; other bytes are gathered in a
+    staging buffer first. The last block is padded there and the file cut to its length. Without (the file
+    system has none, or the object is small) all goes through the page cache.
 
     Synchronous; used by one thread at a time. Whatever fails removes the temporary and ends the writer."""
 
@@ -54,7 +54,7 @@ class FileWriter:
                 raise
 
     def write(self, view: memoryview) -> None:
-        """Append ``view``; it may be reused when this returns. Permanent if the object grows beyond its size."""
+        """Append ``view``; it may be reused when this returns. Permanent beyond the announced size."""
         file = self._open_file()
         data = as_bytes(view, self._name)
         if self._taken + len(data) > self._nbytes:

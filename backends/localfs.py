@@ -244,7 +244,7 @@ class LocalFiles:
 
 
 _READ = os.O_RDONLY | os.O_NONBLOCK
-"""Without blocking, which regular files do not heed: a pipe put in an object's place must not hang a reader."""
+"""Non-blocking does nothing to regular files; a pipe put in an object's place must not hang a reader."""
 
 _STAYS = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, errno.ENOTDIR, errno.EACCES, errno.EPERM})
 """Errors of rmdir by which a directory simply stays."""

@@ -16,13 +16,13 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
 
 def open_backend(url: str | os.PathLike[str], *, shared: bool = False, threads: int = 4) -> Backend:
-    """The backend for a path or a ``file://`` URL; nothing is read or made yet. ``shared`` says that all nodes
-    see the same files there. Raises Permanent for what is no such thing, naming what is supported."""
+    """The backend for a path or a ``file://`` URL; nothing is read or made yet. ``shared`` says that all
+    nodes see the same files there. Raises Permanent for what is no such thing, naming what is supported."""
     return LocalBackend(local_path(url), shared=shared, threads=threads)
 
 
 def local_path(url: str | os.PathLike[str]) -> str:
-    """The path that a path or a ``file://`` URL means (in a URL, ``%20`` is a space; in a path it is itself)."""
+    """The path that a path or a ``file://`` URL means (in a URL ``%20`` is a space, in a path it is not)."""
     text = os.fspath(url)
     scheme = _SCHEME.match(text)
     if not text or "\0" in text:

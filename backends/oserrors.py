@@ -33,8 +33,8 @@ _CLASSES: dict[int, type[BackendError]] = {
 
 
 def from_os_error(error: OSError, name: str) -> BackendError:
-    """What a backend raises for ``error`` met at the object ``name``. The cause names the error and, where the
-    system told it, the path."""
+    """What a backend raises for ``error`` met at the object ``name``. The cause names the error and, where
+    the system told it, the path."""
     number = error.errno or 0
     label = errno.errorcode.get(number, type(error).__name__)
     text = os.strerror(number) if number else str(error)
@@ -53,7 +53,7 @@ def translated(name: str) -> Iterator[None]:
 
 @contextmanager
 def publishing(name: str) -> Iterator[None]:
-    """As :func:`translated`, where something missing means that it was taken away: a temporary, a directory."""
+    """As :func:`translated`, where what is missing (a temporary, a directory) was taken away."""
     try:
         yield
     except FileNotFoundError as error:

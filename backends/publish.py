@@ -110,8 +110,8 @@ class Publisher:
             try:
                 current = self._settle_one(current)
             except PermissionError:
-                # Above the root lie directories of other people; what cannot be opened was not made by this user.
-                if not current.startswith("/"):
+                # Above the root lie directories of other people: what may not be opened was not made here.
+                if not (current or "").startswith("/"):
                     raise
                 return
 
