@@ -6,11 +6,9 @@ import contextlib
 import fcntl
 import os
 import secrets
-import struct
 import threading
 import time
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +32,7 @@ from .header import (
     decode_fixed,
     decode_owner,
 )
+from .info import OWNER_READS_MAX, ArenaInfo, describe
 from .lock import FileLock
 from .mapping import Mapping
 from .process import Process
@@ -42,39 +41,19 @@ from .slots import Pinned, SnapshotInfo, WriteSlot
 
 SUFFIX = ".arena"
 UNFINISHED_SUFFIX = ".new"
-OWNER_READS_MAX = 100
-"""Attempts to read an owner record that is just being replaced."""
-
 Populate = Literal["now", "background", "no"]
 
 _SEALS = 0x1 | 0x2 | 0x4
 _F_ADD_SEALS = 1033
 
 
-@dataclass(frozen=True)
-class ArenaInfo:
-    """What an arena's header says. ``run_id`` is "" before the run exists; ``owner`` None: nobody's."""
-
-    path: Path | None
-    run_key: str
-    run_id: str
-    node: str
-    rank: int
-    world: int
-    incarnation: int
-    owner: Process | None
-    slots: int
-    slot_bytes: int
-    chunk_bytes: int
-    nbytes: int
-
-
 class Arena:
     """One opening of an arena file.
 
-    Processes: one owner writes snapshots (``begin``); any number read (``snapshots``, ``newest``, ``pin``). Every
-    method may be called from any thread. Changes of state are made under a short lock that its holder's death
-    frees; a kill at any instruction leaves the arena usable. In a forked child the object is dead (ArenaGone).
+    Processes: one owner writes snapshots (``begin``); any number read (``snapshots``, ``newest``, ``pin``).
+    Every method may be called from any thread. Changes of state are made under a short lock that its holder's
+    death frees; a kill at any instruction leaves the arena usable. In a forked child the object is dead
+    (ArenaGone).
     """
 
     def __init__(self, fd: int, path: Path | None, fixed: Fixed) -> None:
@@ -108,8 +87,8 @@ class Arena:
     ) -> Arena:
         """A new arena of this process, ``rank-<rank>.<random>.arena`` in ``directory``.
 
-        Memory is reserved first: MemoryTooSmall, with nothing left behind, if it does not fit. ``slot_bytes`` is
-        rounded up to 4 KiB. ``populate`` gives pages their memory now, on a thread, or at first touch.
+        Memory is reserved first: MemoryTooSmall, with nothing left behind, if it does not fit. ``slot_bytes``
+        is rounded up to 4 KiB. ``populate`` gives pages their memory now, on a thread, or at first touch.
         """
         fixed = _fixed(run_key, node, rank, slots, slot_bytes, chunk_bytes)
         check_room(fixed.nbytes, directory)
@@ -144,8 +123,8 @@ class Arena:
         chunk_bytes: int,
         populate: Populate = "now",
     ) -> Arena:
-        """A new arena without a name, for where shared memory's file system is too small: it lives as long as some
-        process has it open (:meth:`fileno`, sent over a socket, :meth:`attach_fd`)."""
+        """A new arena without a name, for where shared memory's file system is too small: it lives as long as
+        some process has it open (:meth:`fileno`, sent over a socket, :meth:`attach_fd`)."""
         fixed = _fixed(run_key, node, rank, slots, slot_bytes, chunk_bytes)
         check_room(fixed.nbytes, None)
         fd = maps.open_memory(f"everstep-{run_key}-{rank}")
@@ -175,7 +154,8 @@ class Arena:
 
     @classmethod
     def attach_fd(cls, fd: int, *, populate: Populate = "no") -> Arena:
-        """Map the arena behind ``fd`` (of :meth:`fileno`, from another process). ``fd`` stays the caller's."""
+        """Map the arena behind ``fd`` (of :meth:`fileno`, from another process). ``fd`` stays the
+        caller's."""
         # Opened anew: a descriptor that was sent shares its locks with the sender.
         own = maps.open_file(f"/proc/self/fd/{fd}", os.O_RDWR)
         return cls._attach(own, None, "memory arena", populate)
@@ -205,21 +185,7 @@ class Arena:
     @property
     def info(self) -> ArenaInfo:
         """The header as it is now. Damaged if its owner record is."""
-        fixed, owner = self._fixed, self._ownership()
-        return ArenaInfo(
-            path=self._path,
-            run_key=fixed.run_key,
-            run_id=owner.run_id,
-            node=fixed.node,
-            rank=fixed.rank,
-            world=owner.world,
-            incarnation=owner.incarnation,
-            owner=owner.process,
-            slots=fixed.slots,
-            slot_bytes=fixed.slot_bytes,
-            chunk_bytes=fixed.chunk_bytes,
-            nbytes=fixed.nbytes,
-        )
+        return describe(self._path, self._fixed, self._ownership())
 
     def fileno(self) -> int:
         return self._fd
@@ -228,8 +194,9 @@ class Arena:
         """Become the owner. What a dead owner was writing becomes free; its snapshots stay. Of another run's
         snapshots none stays.
 
-        RunInUse while another living process owns it (or reads another run's snapshots); Superseded if a newer
-        incarnation owned it; ArenaGone if it was cleaned up meanwhile. Within one process the last taker owns it.
+        RunInUse while another living process owns it (or reads another run's snapshots); Superseded if a
+        newer incarnation owned it; ArenaGone if it was cleaned up meanwhile. Within one process the last
+        taker owns it.
         """
         with self._lock:
             before = self._ownership()
@@ -299,7 +266,8 @@ class Arena:
         return sorted(self._scan(), key=lambda found: found.key)
 
     def problems(self) -> list[Damaged]:
-        """What does not match its checksum in the slots' control blocks (data is proved by hashes instead)."""
+        """What does not match its checksum in the slots' control blocks (data is proved by hashes
+        instead)."""
         found = []
         with self._lock:
             for index in range(self._fixed.slots):
@@ -340,8 +308,8 @@ class Arena:
         )
 
     def pin(self, index: int, generation: int, *, purpose: Purpose = Purpose.OTHER) -> Pinned:
-        """Keep a snapshot from being overwritten. SlotGone if the slot no longer holds it; Damaged if what the
-        slot says of itself does not match its checksum."""
+        """Keep a snapshot from being overwritten. SlotGone if the slot no longer holds it; Damaged if what
+        the slot says of itself does not match its checksum."""
         if not 0 <= index < self._fixed.slots:
             raise BadOption("slot index", found=index, expected=f"0 to {self._fixed.slots - 1}")
         control = self._control
@@ -369,10 +337,10 @@ class Arena:
     def begin(self, incarnation: int, step: int, *, complete: tuple[int, int] | None) -> WriteSlot | None:
         """A slot to write the snapshot of ``step`` into, now WRITING; None when there is no room now.
 
-        ``complete`` is W as (incarnation, step); after a resume, the adopted step. Which slots may be reused is
-        :func:`~everstep.memory.choose.choose`'s decision; a living process's pin protects any. UsageError unless
-        owned; Superseded when another took the arena; StepOrder unless the step is newer than all of the
-        incarnation's.
+        ``complete`` is W as (incarnation, step); after a resume, the adopted step. Which slots may be reused
+        is :func:`~everstep.memory.choose.choose`'s decision; a living process's pin protects any. UsageError
+        unless owned; Superseded when another took the arena; StepOrder unless the step is newer than all of
+        the incarnation's.
         """
         with self._lock:
             self._check_mine()
@@ -414,8 +382,8 @@ class Arena:
     # -- the end
 
     def close(self) -> None:
-        """Give up ownership, if it is this object's, release its pins and let go of the memory. Views handed out
-        before keep the pages mapped until they are gone. Safe to call again."""
+        """Give up ownership, if it is this object's, release its pins and let go of the memory. Views handed
+        out before keep the pages mapped until they are gone. Safe to call again."""
         if self._closed:
             return
         try:
@@ -442,8 +410,8 @@ class Arena:
                 )
 
     def unlink(self) -> None:
-        """Remove the file. Whoever has it mapped goes on; nobody can take it again. Memory comes back with the
-        last mapping."""
+        """Remove the file. Whoever has it mapped goes on; nobody can take it again. Memory comes back with
+        the last mapping."""
         with self._lock:
             self._words[WORD_REMOVED] = 1
         if self._path is not None:
@@ -494,44 +462,14 @@ class Arena:
         self.close()
 
 
-def read_info(path: Path) -> ArenaInfo:
-    """An arena's header, without mapping it. FileNotFoundError, Damaged, UnknownFormat."""
-    fd = maps.open_file(path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        data = os.pread(fd, 4096, 0)
-        fixed = decode_fixed(data, str(path), os.fstat(fd).st_size)
-        for _ in range(OWNER_READS_MAX):
-            word = struct.unpack("<Q", os.pread(fd, 8, WORD_OWNER * 8))[0]
-            owner = decode_owner(os.pread(fd, OWNER_BYTES, OWNER_OFFSETS[word & 1]))
-            if owner is not None:
-                break
-        else:
-            raise Damaged(f"owner record of {path} does not match its checksum", name=str(path))
-    finally:
-        maps.close_file(fd)
-    return ArenaInfo(
-        path=path,
-        run_key=fixed.run_key,
-        run_id=owner.run_id,
-        node=fixed.node,
-        rank=fixed.rank,
-        world=owner.world,
-        incarnation=owner.incarnation,
-        owner=owner.process,
-        slots=fixed.slots,
-        slot_bytes=fixed.slot_bytes,
-        chunk_bytes=fixed.chunk_bytes,
-        nbytes=fixed.nbytes,
-    )
-
-
 def _fixed(run_key: str, node: str, rank: int, slots: int, slot_bytes: int, chunk_bytes: int) -> Fixed:
     me = Process.current()
     return Fixed(run_key, node, rank, slots, aligned(slot_bytes), chunk_bytes, me.pid, me.start_time)
 
 
 def _reserve(fd: int, nbytes: int, where: str) -> None:
-    """Give the file all its memory, or raise MemoryTooSmall: a page that is missing later would be a SIGBUS."""
+    """Give the file all its memory, or raise MemoryTooSmall: a page that is missing later would be a
+    SIGBUS."""
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:

@@ -11,8 +11,8 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A slot as ``choose`` sees it. ``key`` is None for a slot without a readable snapshot (free, or damaged);
-    ``busy`` says that it is being written, or pinned by a living process."""
+    """A slot as ``choose`` sees it. ``key`` is None for a slot without a readable snapshot (free, or
+    damaged); ``busy`` says that it is being written, or pinned by a living process."""
 
     index: int
     free: bool
@@ -23,9 +23,9 @@ class Candidate:
 def choose(slots: Sequence[Candidate], incarnation: int, complete: Key | None) -> int | None:
     """Index of the slot to reuse; None: no room now.
 
-    ``complete`` is W, the newest snapshot complete on all ranks (after a resume: the adopted one). Reused are, in
-    this order, free slots, unreadable ones, snapshots of lineages that the run left, and snapshots before W, the
-    oldest first. Never W, nor anything of this incarnation after it, nor a newer incarnation's.
+    ``complete`` is W, the newest snapshot complete on all ranks (after a resume: the adopted one). Reused
+    are, in this order, free slots, unreadable ones, snapshots of lineages that the run left, and snapshots
+    before W, the oldest first. Never W, nor anything of this incarnation after it, nor a newer incarnation's.
     """
     found = [
         (rank, slot.key or (0, 0), slot.index)

@@ -2,15 +2,13 @@
 
 ::
 
-    0      state word: generation (low 32 bits), state code (high 32 bits)
-    64     identity: generation, incarnation, step, layout hash, region table's size and checksum; own checksum
-    512    pin table: 32 entries of 64 bytes: token (0: unused), pid, start time, boot, purpose
-    3072   sealed hashes' header: generation, size, checksum
-    4096   region table: names and sizes
-    69632  sealed hashes
+    0      state word: generation (low 32 bits), state code (high 32 bits) 64     identity: generation,
+    incarnation, step, layout hash, region table's size and checksum; own checksum 512    pin table: 32
+    entries of 64 bytes: token (0: unused), pid, start time, boot, purpose 3072   sealed hashes' header:
+    generation, size, checksum 4096   region table: names and sizes 69632  sealed hashes
 
-What the state word's generation does not confirm does not count: everything else may be half written. State codes
-are four letters, so that no single changed byte turns one into another.
+What the state word's generation does not confirm does not count: everything else may be half written. State
+codes are four letters, so that no single changed byte turns one into another.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import xxhash
-
 from everstep.errors import CapacityError, Damaged, MemoryTooSmall
 from everstep.format.constants import HASH_BYTES
 from everstep.format.vote import STATE_IMAGE, ImageRecord
@@ -122,7 +119,8 @@ class Control:
         self.forget()
 
     def forget(self) -> None:
-        """As :meth:`close`, in a forked child: what was mapped there is not, and the pins are the parent's."""
+        """As :meth:`close`, in a forked child: what was mapped there is not, and the pins are the
+        parent's."""
         self._closed = True
         self._mine.clear()
         self.words = memoryview(b"").cast("Q")
@@ -168,7 +166,8 @@ class Control:
         return Identity(of, incarnation, step, layout_hash.rstrip(b"\0").decode(), nbytes, table_sum)
 
     def write_table(self, index: int, regions: Sequence[tuple[str, int]]) -> tuple[int, bytes]:
-        """Store the region table; its size and checksum. Raises when there are too many, or too long names."""
+        """Store the region table; its size and checksum. Raises when there are too many, or too long
+        names."""
         parts = [struct.pack("<I", len(regions))]
         for name, nbytes in regions:
             text = name.encode()

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from everstep.errors import BadOption, EverstepError, OwnershipError
 
-from .arena import SUFFIX, UNFINISHED_SUFFIX, Arena, ArenaInfo, read_info
+from .arena import SUFFIX, UNFINISHED_SUFFIX, Arena
 from .errors import ArenaGone
+from .info import ArenaInfo, read_info
 from .process import Process, boot_id
 
 _NAME = re.compile(r"rank-(\d+)\.[0-9a-f]+\.arena")
@@ -20,7 +21,8 @@ _UNFINISHED = re.compile(r"rank-\d+\.[0-9a-f]+\.arena\.(\d+)\.(\d+)\.new")
 
 
 def arena_dir(base: Path, run_key: str) -> Path:
-    """``<base>/everstep-<uid>/<run_key>``, made if absent: mode 0700, ours, never a symbolic link. OwnershipError."""
+    """``<base>/everstep-<uid>/<run_key>``, made if absent: mode 0700, ours, never a symbolic link.
+    OwnershipError."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", run_key):
         raise BadOption("run key", found=run_key, expected="1 to 64 letters, digits, - or _")
     path = base
@@ -46,8 +48,8 @@ def _check_private(path: Path) -> None:
 
 
 def find_arenas(directory: Path) -> list[ArenaInfo]:
-    """Headers of all readable arenas in ``directory``, by rank; nothing is mapped. Damaged and foreign files, and
-    arenas of other releases, are left out."""
+    """Headers of all readable arenas in ``directory``, by rank; nothing is mapped. Damaged and foreign files,
+    and arenas of other releases, are left out."""
     found = []
     for path in _paths(directory, SUFFIX):
         with contextlib.suppress(OSError, EverstepError):
@@ -56,8 +58,8 @@ def find_arenas(directory: Path) -> list[ArenaInfo]:
 
 
 def clean(directory: Path, *, keep: Callable[[ArenaInfo], bool]) -> list[Path]:
-    """Remove the arenas that no living process owns or pins and that ``keep`` does not want; also what a crash
-    left half made, and damaged ones that no process maps. Returns what was removed."""
+    """Remove the arenas that no living process owns or pins and that ``keep`` does not want; also what a
+    crash left half made, and damaged ones that no process maps. Returns what was removed."""
     removed = []
     for path in _paths(directory, UNFINISHED_SUFFIX):
         named = _UNFINISHED.fullmatch(path.name)

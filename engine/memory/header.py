@@ -8,9 +8,9 @@
     12288    control block of slot 0, 1, ... (see ``slots.py``)
     ...      data of slot 0, 1, ... each a multiple of 4 KiB, 4 KiB-aligned
 
-All integers are little-endian. What other processes may read at any moment is a single aligned 8-byte word, or
-lies behind a checksum. The owner record is written in the place that does not count, and then made to count by one
-store of a word, so that a kill in between changes nothing.
+All integers are little-endian. What other processes may read at any moment is a single aligned 8-byte word,
+or lies behind a checksum. The owner record is written in the place that does not count, and then made to
+count by one store of a word, so that a kill in between changes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import struct
 from dataclasses import dataclass
 
 import xxhash
-
 from everstep.errors import BadOption, Damaged, UnknownFormat
 from everstep.format.constants import ALIGN_BYTES, HASH_BYTES
 
@@ -27,7 +26,8 @@ from .process import Process
 
 MAGIC = b"EVERAREN"
 VERSION = 1
-"""Version of the arena file. It need not outlive a machine's boot, so other versions are refused, not read."""
+"""Version of the arena file. It need not outlive a machine's boot, so other versions are refused, not
+read."""
 
 HEADER_BYTES = 3 * ALIGN_BYTES
 PARITY_OFFSET = ALIGN_BYTES

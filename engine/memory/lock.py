@@ -10,7 +10,8 @@ from types import TracebackType
 from .errors import ArenaBusy, ArenaGone
 
 LOCK_WAIT_S_MAX = 5.0
-"""Sections under the lock take well below a millisecond; a holder that is stopped must not stop others for ever."""
+"""Sections under the lock take well below a millisecond; a holder that is stopped must not stop others for
+ever."""
 _PAUSE_S_MIN = 20e-6
 _PAUSE_S_MAX = 2e-3
 

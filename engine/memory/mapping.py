@@ -1,9 +1,9 @@
 """A shared file mapping that ends with its last user and does not pass a fork.
 
 Python's ``mmap`` keeps a second descriptor that a forked child cannot be rid of, and unmaps by address in the
-child, where something else may lie by then. So the mapping is made by hand here: views keep it alive; a forked
-child gets inaccessible pages at the same addresses at once, so a stale view faults there instead of keeping the
-memory of the arena, and loader workers that outlive the trainer hold nothing.
+child, where something else may lie by then. So the mapping is made by hand here: views keep it alive; a
+forked child gets inaccessible pages at the same addresses at once, so a stale view faults there instead of
+keeping the memory of the arena, and loader workers that outlive the trainer hold nothing.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _FAILED = ctypes.c_void_p(-1).value
 class Mapping:
     """``nbytes`` of the file behind ``fd``, mapped shared and writable at ``address``.
 
-    The pages are unmapped when the last buffer taken from :attr:`view` (memoryview, tensor) is gone, so no view
-    can ever dangle. Any thread may use it; :meth:`populate` is one thread's.
+    The pages are unmapped when the last buffer taken from :attr:`view` (memoryview, tensor) is gone, so no
+    view can ever dangle. Any thread may use it; :meth:`populate` is one thread's.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -84,8 +84,8 @@ class Mapping:
 
 
 _guard = threading.RLock()
-"""Held while mappings and descriptors come and go, and by a fork: a child knows all that it must drop. Re-entrant,
-because a finalizer may run anywhere."""
+"""Held while mappings and descriptors come and go, and by a fork: a child knows all that it must drop.
+Re-entrant, because a finalizer may run anywhere."""
 _mappings: dict[int, int] = {}
 """Address -> size. Guarded by _guard."""
 _descriptors: set[int] = set()
@@ -109,7 +109,8 @@ def open_memory(name: str) -> int:
 
 
 def close_file(fd: int) -> None:
-    """Close a descriptor of :func:`open_file` or :func:`open_memory`; in a forked child it is closed already."""
+    """Close a descriptor of :func:`open_file` or :func:`open_memory`; in a forked child it is closed
+    already."""
     with _guard:
         if fd in _descriptors:
             _descriptors.remove(fd)

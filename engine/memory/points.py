@@ -1,9 +1,9 @@
 """Named points of the slot protocol that tests can hold on to: ``reach(name, detail)`` does nothing unless a
 hook is set.
 
-``EVERSTEP_POINTS="kill:slot.publish.before"`` in the environment of a process makes it SIGKILL itself the first
-time that the point is reached with a detail that contains the text after a further colon; ``stall:...`` stops it
-there (SIGSTOP). A count may follow: ``kill:slot.mid_copy::3`` is the third such point.
+``EVERSTEP_POINTS="kill:slot.publish.before"`` in the environment of a process makes it SIGKILL itself the
+first time that the point is reached with a detail that contains the text after a further colon; ``stall:...``
+stops it there (SIGSTOP). A count may follow: ``kill:slot.mid_copy::3`` is the third such point.
 
 The backends have a module of the same shape; the layers may not import each other.
 """

@@ -1,7 +1,7 @@
 """Identity of a process: a process id alone is reused, with the start time and the boot it is not.
 
-A process is judged by the kernel, never by a socket or a lock that a forked child may keep open. Ids are those of
-this process's own pid namespace: all processes that share an arena must see one another in /proc.
+A process is judged by the kernel, never by a socket or a lock that a forked child may keep open. Ids are
+those of this process's own pid namespace: all processes that share an arena must see one another in /proc.
 """
 
 from __future__ import annotations

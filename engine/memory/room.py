@@ -3,6 +3,7 @@ SIGBUS, nor the kernel's out-of-memory killer."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,9 @@ HEADROOM_BYTES = 64 << 20
 """Left free below a limit of the kernel: reserving the last byte of a cgroup kills the trainer instead."""
 
 _HINT = (
-    "Give the container more shared memory (docker run --shm-size, an emptyDir with medium: Memory, or mount -o "
-    "remount,size=... /dev/shm), use fewer slots, or set Memory(directory=...) to a larger memory file system"
+    "Give the container more shared memory (docker run --shm-size, an emptyDir with medium: Memory, or "
+    "mount -o remount,size=... /dev/shm), use fewer slots, or set Memory(directory=...) to a larger memory "
+    "file system"
 )
 
 
@@ -45,16 +47,12 @@ def check_room(nbytes: int, directory: Path | None) -> None:
 
 
 def _limits() -> Iterator[tuple[str, int]]:
-    try:
+    with contextlib.suppress(OSError, ValueError, IndexError):  # no cgroups here, or of an unknown make
         yield from _cgroup_limits()
-    except (OSError, ValueError, IndexError):
-        pass  # no cgroups here, or of an unknown make: best effort
-    try:
+    with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 yield "the machine's memory", int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
 
 
 def _cgroup_limits() -> Iterator[tuple[str, int]]:

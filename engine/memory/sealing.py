@@ -1,4 +1,5 @@
-"""Hash records of a snapshot: made from the slot's bytes, and as they are kept in the slot. Pure but for reading."""
+"""Hash records of a snapshot: made from the slot's bytes, and as they are kept in the slot. Pure but for
+reading."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def hash_regions(
 
 
 def check_records(records: Sequence[ImageRecord], regions: Sequence[Region], chunk_bytes: int) -> None:
-    """The records are those of all images and the state, in the regions' order, and fit together. BadOption."""
+    """The records are those of all images and the state, in the regions' order, and fit together.
+    BadOption."""
     wanted = [
         region for region in regions if region.name == STATE_REGION or region.name.startswith(IMAGE_PREFIX)
     ]

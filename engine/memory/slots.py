@@ -41,8 +41,8 @@ class SnapshotInfo:
 class WriteSlot:
     """A slot in state WRITING: nobody else reads or reuses it until :meth:`publish` or :meth:`abandon`.
 
-    Dropping the object without either gives the slot back at the next ``begin``. Used by one thread at a time.
-    As a context manager it is abandoned on the way out unless it was published.
+    Dropping the object without either gives the slot back at the next ``begin``. Used by one thread at a
+    time. As a context manager it is abandoned on the way out unless it was published.
     """
 
     def __init__(
@@ -133,8 +133,9 @@ class WriteSlot:
 class Pinned:
     """A snapshot that will not be overwritten while this process lives and holds the pin.
 
-    Reading goes: pin, read, :meth:`check`, use. (The check is the proof; the pin makes it rarely fail.) Any thread
-    may read; pins do not pass a fork. Release it, or use it as a context manager; a dropped one releases itself.
+    Reading goes: pin, read, :meth:`check`, use. (The check is the proof; the pin makes it rarely fail.) Any
+    thread may read; pins do not pass a fork. Release it, or use it as a context manager; a dropped one
+    releases itself.
     """
 
     def __init__(
@@ -154,7 +155,8 @@ class Pinned:
         return self._control.data(self.info.index, region.offset, region.nbytes).toreadonly()
 
     def view_padded(self, name: str) -> memoryview:
-        """As :meth:`view`, up to the next multiple of 4 KiB. What lies behind the region's end means nothing."""
+        """As :meth:`view`, up to the next multiple of 4 KiB. What lies behind the region's end means
+        nothing."""
         region = self._places[name]
         return self._control.data(self.info.index, region.offset, aligned(region.nbytes)).toreadonly()
 
@@ -178,16 +180,16 @@ class Pinned:
         )
 
     def sealed(self) -> tuple[ImageRecord, ...] | None:
-        """Hash records of all images and the state (images in region order, then the state); None unless SEALED.
-        Damaged if they do not match their checksum."""
+        """Hash records of all images and the state (images in region order, then the state); None unless
+        SEALED. Damaged if they do not match their checksum."""
         with self._control.lock:
             if self._check() is not SlotState.SEALED:
                 return None
             return self._read_sealed()
 
     def seal(self, records: tuple[ImageRecord, ...]) -> None:
-        """VALID -> SEALED with these records. Sealing again with equal ones does nothing; Damaged if unequal: the
-        bytes changed since."""
+        """VALID -> SEALED with these records. Sealing again with equal ones does nothing; Damaged if unequal:
+        the bytes changed since."""
         check_records(records, self._regions, self._control.fixed.chunk_bytes)
         data = encode_records(records)
         label = self._control.label(self.info.index)
@@ -240,8 +242,8 @@ class Pinned:
             ]
             first = differing[0] // HASH_BYTES * chunk_bytes if differing else 0
             raise Damaged(
-                f"{self._control.label(self.info.index)}: image {now.name!r} of step {self.info.step} changed "
-                f"since it was sealed, from byte {first} on",
+                f"{self._control.label(self.info.index)}: image {now.name!r} of step {self.info.step} "
+                f"changed since it was sealed, from byte {first} on",
                 name=now.name,
                 found=now.root.hex(),
                 expected=before.root.hex(),
