@@ -34,7 +34,8 @@ from .values import NO_STEP, VERDICTS, AgentSettings, Hello, Progress, default_r
 
 STATUS_S = 5.0
 NEWS_MAX = 100_000
-"""Progress that nobody has polled; the oldest is dropped then (verdicts of one's own steps are kept apart)."""
+"""Progress that nobody has polled; the oldest is dropped then (verdicts of one's own steps are kept
+apart)."""
 STEPS_MAX = 10_000
 """Steps whose attempts and verdicts are remembered."""
 
@@ -67,10 +68,11 @@ class AgentClient:
     """One rank's client. One thread at a time uses it.
 
     No call waits for storage or for the agent, but for :meth:`connect`, :meth:`wait`, :meth:`status` and
-    :meth:`bye`, each bounded by its time-out. A lost agent is started again (at most 5 times in 10 minutes), told what
-    was unfinished, and reported as progress of stage "agent_lost"; when it cannot be had at all, :class:`AgentError` is
-    raised once, the unfinished flushes fail, and so does every later one until it can be had again. In a forked
-    child every call but :meth:`close` raises AgentError, and nothing of the parent's is touched.
+    :meth:`bye`, each bounded by its time-out. A lost agent is started again (at most 5 times in 10
+    minutes), told what was unfinished, and reported as progress of stage "agent_lost"; when it cannot be
+    had at all, :class:`AgentError` is raised once, the unfinished flushes fail, and so does every later one
+    until it can be had again. In a forked child every call but :meth:`close` raises AgentError, and nothing
+    of the parent's is touched.
     """
 
     def __init__(self, settings: AgentSettings, hello: Hello, inline: InlineAgent | None) -> None:
@@ -99,8 +101,8 @@ class AgentClient:
         mode: Literal["process", "inline"] = "process",
         timeout_s: float = 30.0,
     ) -> AgentClient:
-        """Register with the agent, which is started if none answers. Raises AgentError (no agent, another release's,
-        another run's), RunInUse (a living process is this rank already)."""
+        """Register with the agent, which is started if none answers. Raises AgentError (no agent, another
+        release's, another run's), RunInUse (a living process is this rank already)."""
         if mode == "process":
             places.prepare(settings.runtime_dir)
         client = cls(settings, hello, InlineAgent(settings) if mode == "inline" else None)
@@ -111,11 +113,11 @@ class AgentClient:
             raise
         return client
 
-    # -- flushes -------------------------------------------------------------------------------------------------
+    # -- flushes
 
     def flush(self, step: int, *, slot: int, generation: int, kind: str = "full") -> None:
-        """Ask for the snapshot in ``slot`` to be made durable as ``step``. Asking again before there is a verdict does
-        nothing; after a failure it opens the next attempt. Does not wait."""
+        """Ask for the snapshot in ``slot`` to be made durable as ``step``. Asking again before there is a
+        verdict does nothing; after a failure it opens the next attempt. Does not wait."""
         self._check_process()
         self._pump()
         if step in self._wanted:
@@ -144,7 +146,8 @@ class AgentClient:
         return tuple(self._wanted)
 
     def poll(self) -> list[Progress]:
-        """What has happened since the last call. Never waits. Raises AgentError once when the agent is given up."""
+        """What has happened since the last call. Never waits. Raises AgentError once when the agent is
+        given up."""
         self._check_process()
         self._pump()
         if not self._news:
@@ -154,8 +157,8 @@ class AgentClient:
         return news
 
     def wait(self, step: int, *, tier: str | None = None, timeout_s: float) -> Progress:
-        """The verdict on the flush of ``step`` (also one that :meth:`poll` has given already). Raises AgentError after
-        ``timeout_s``, and for a step that was never asked for."""
+        """The verdict on the flush of ``step`` (also one that :meth:`poll` has given already). Raises
+        AgentError after ``timeout_s``, and for a step that was never asked for."""
         self._check_process()
         deadline = time.monotonic() + timeout_s
         while True:
@@ -183,11 +186,12 @@ class AgentClient:
         self._link.send(StatusRequest(number))
         return self._reply(StatusAnswer, number, STATUS_S).status
 
-    # -- the end -------------------------------------------------------------------------------------------------
+    # -- the end
 
     def bye(self, *, timeout_s: float, flush: bool = True) -> None:
-        """Say that this trainer ends on purpose. ``flush``: first wait for the verdicts on what was asked for.
-        Without, nothing is waited for, and nothing more is made durable than what the agent has accepted.
+        """Say that this trainer ends on purpose. ``flush``: first wait for the verdicts on what was asked
+        for. Without, nothing is waited for, and nothing more is made durable than what the agent has
+        accepted.
 
         Raises SaveFailed if flushes are left after ``timeout_s`` (a process agent still goes on with them).
         """
@@ -214,15 +218,15 @@ class AgentClient:
             )
 
     def close(self) -> None:
-        """Hang up. Without :meth:`bye` the agent takes the end of this process for a crash, and makes its newest step
-        durable."""
+        """Hang up. Without :meth:`bye` the agent takes the end of this process for a crash, and makes its
+        newest step durable."""
         if os.getpid() != self._pid:
             return
         self._link.close()
         if self._inline is not None:
             self._inline.stop()
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    # -- inside
 
     def _pump(self) -> None:
         self._link.advance()
@@ -240,12 +244,15 @@ class AgentClient:
             return
         wanted = self._wanted.get(progress.step)
         # An older attempt's verdict that comes late says nothing of the one that was asked for since.
-        if wanted is not None and (progress.attempt >= wanted.request.attempt or progress.stage == "committed"):
+        if wanted is not None and (
+            progress.attempt >= wanted.request.attempt or progress.stage == "committed"
+        ):
             del self._wanted[progress.step]
             _remember(self._verdicts, progress.step, progress)
 
     def _registered(self) -> None:
-        """Up, perhaps again: whatever has no verdict is asked for again; what the agent knows already it joins."""
+        """Up, perhaps again: whatever has no verdict is asked for again; what the agent knows already it
+        joins."""
         self._down = False
         for wanted in self._wanted.values():
             self._link.send(wanted.request)
@@ -321,15 +328,17 @@ class AgentClient:
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise AgentError("the agent's client was used after a fork", hint="Use it in the process that made it")
+            raise AgentError(
+                "the agent's client was used after a fork", hint="Use it in the process that made it"
+            )
 
     def _forget_in_child(self) -> None:
         self._link.abandon()
 
 
 def fetch_arenas(settings: AgentSettings, *, timeout_s: float = STATUS_S) -> list[HeldArena]:
-    """The arenas that a running agent knows, those without a path as descriptors: how a restarted trainer gets its
-    memory back, before it has an incarnation. Empty where no agent runs; starts none."""
+    """The arenas that a running agent knows, those without a path as descriptors: how a restarted trainer
+    gets its memory back, before it has an incarnation. Empty where no agent runs; starts none."""
     link = Link(settings, None, up=lambda: None, lost=lambda why: None)
     deadline = time.monotonic() + timeout_s
     asked = False

@@ -46,9 +46,12 @@ class FrameSocket:
         return bool(self._out)
 
     def queue(self, frame: bytes, fds: Sequence[int] = ()) -> None:
-        """Append ``frame`` to what is to be sent. The descriptors are duplicated, so the caller may close its own."""
+        """Append ``frame`` to what is to be sent. The descriptors are duplicated, so the caller may close
+        its own."""
         if len(frame) > FRAME_BYTES_MAX or len(fds) > DESCRIPTORS_MAX:
-            raise AgentError("a message is too large", found=len(frame), expected=f"at most {FRAME_BYTES_MAX} bytes")
+            raise AgentError(
+                "a message is too large", found=len(frame), expected=f"at most {FRAME_BYTES_MAX} bytes"
+            )
         if self.ended:
             return
         self._out.append((memoryview(_LENGTH.pack(len(frame)) + frame), tuple(os.dup(fd) for fd in fds)))
@@ -98,7 +101,9 @@ class FrameSocket:
     def _receive(self) -> bool:
         """One read; False when there is nothing more for now."""
         try:
-            data, fds, _, _ = socket.recv_fds(self._sock, READ_BYTES, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC)
+            data, fds, _, _ = socket.recv_fds(
+                self._sock, READ_BYTES, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
+            )
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:

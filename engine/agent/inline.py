@@ -1,5 +1,5 @@
-"""``agent="inline"``: the same service on a thread of the trainer, over a socket pair. For debugging, and where no
-process of its own can be had. It dies with the trainer, so it keeps no journal."""
+"""``agent="inline"``: the same service on a thread of the trainer, over a socket pair. For debugging, and
+where no process of its own can be had. It dies with the trainer, so it keeps no journal."""
 
 from __future__ import annotations
 

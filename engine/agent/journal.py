@@ -1,8 +1,8 @@
 """What the agent has promised and not yet done, in LMDB, so that the next agent goes on after a kill -9.
 
-Two kinds of entries: jobs (a rank's flush of a step that was acknowledged) and members (trainers that registered and
-neither said goodbye nor were seen off). Calls may wait for the disk: they are made from one helper thread, never
-from the agent's loop. Only the holder of the agent's lock opens it.
+Two kinds of entries: jobs (a rank's flush of a step that was acknowledged) and members (trainers that
+registered and neither said goodbye nor were seen off). Calls may wait for the disk: they are made from one
+helper thread, never from the agent's loop. Only the holder of the agent's lock opens it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import lmdb
 import msgspec
-
 from everstep.errors import AgentError
 
 VERSION = 1
@@ -31,8 +30,8 @@ VOTED = "voted"
 
 @dataclass(frozen=True)
 class JobEntry:
-    """A rank's flush. ``arena`` is "" for a memfd; ``root`` is b"" where the slot was not sealed yet; ``order`` is the place
-    in the queue; ``process`` (pid, start time, boot) is the trainer that asked."""
+    """A rank's flush. ``arena`` is "" for a memfd; ``root`` is b"" where the slot was not sealed yet;
+    ``order`` is the place in the queue; ``process`` (pid, start time, boot) is the trainer that asked."""
 
     incarnation: int
     step: int
@@ -106,8 +105,9 @@ class NoJournal:
 
 
 class LmdbJournal:
-    """``epoch`` numbers the agents that opened this journal; ``repaired`` says what was wrong with one that had to
-    be set aside (its jobs are lost; the trainers' own lists of unfinished flushes bring back what still lives)."""
+    """``epoch`` numbers the agents that opened this journal; ``repaired`` says what was wrong with one that
+    had to be set aside (its jobs are lost; the trainers' own lists of unfinished flushes bring back what
+    still lives)."""
 
     def __init__(self, path: Path) -> None:
         self.repaired: str | None = None
@@ -120,7 +120,8 @@ class LmdbJournal:
 
     def _open(self, path: Path) -> None:
         path.mkdir(mode=0o700, exist_ok=True)
-        # No lock file of LMDB's own: the agent's lock admits one process, and a killed reader leaves nothing stale.
+        # No lock file of LMDB's own: the agent's lock admits one process, and a killed reader leaves
+        # nothing stale.
         self._env = lmdb.open(str(path), map_size=MAP_BYTES, max_dbs=3, lock=False, mode=0o600)
         try:
             self._meta = self._env.open_db(b"meta")

@@ -1,7 +1,7 @@
 """The trainer's line to its agent: finds or starts it, shakes hands, registers, and notices when it is lost.
 
-A state machine without waits: :meth:`Link.advance` does what can be done now, and :meth:`Link.wait` sleeps until
-there may be more, at most as long as it is told.
+A state machine without waits: :meth:`Link.advance` does what can be done now, and :meth:`Link.wait` sleeps
+until there may be more, at most as long as it is told.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ PING_S = 2.0
 SILENCE_S_MAX = 10.0
 """Silence after which it counts as lost; it may still wake up."""
 STOPPED_S_MAX = 60.0
-"""Silence after which its process is killed, so that another can take its place: its journal holds its work."""
+"""Silence after which its process is killed, so that another can take its place: its journal holds its
+work."""
 SHAKE_S_MAX = 10.0
 STARTS_MAX = 5
 STARTS_WINDOW_S = 600.0
@@ -65,8 +66,8 @@ def register_frame(settings: AgentSettings, hello: Hello) -> tuple[Register, tup
 
 
 class Link:
-    """``hello`` None: only ask questions, start nothing. ``error`` says why the state is DOWN. ``up`` is called at
-    each (re-)registration, ``lost`` at each loss. Used by one thread of one process."""
+    """``hello`` None: only ask questions, start nothing. ``error`` says why the state is DOWN. ``up`` is
+    called at each (re-)registration, ``lost`` at each loss. Used by one thread of one process."""
 
     def __init__(
         self,
@@ -99,10 +100,11 @@ class Link:
         if inline is not None:
             self._knock(inline)
 
-    # -- for the client ------------------------------------------------------------------------------------------
+    # -- for the client
 
     def send(self, message: Request) -> None:
-        """Queue a message to a registered agent; what cannot be sent now goes with a later :meth:`advance`."""
+        """Queue a message to a registered agent; what cannot be sent now goes with a later
+        :meth:`advance`."""
         if self._frames is not None and self.state in (State.UP, State.SILENT):
             self._frames.queue(protocol.encode(message))
             self._frames.push()
@@ -155,7 +157,7 @@ class Link:
         if self._frames is not None:
             self._frames.close()
 
-    # -- the states ----------------------------------------------------------------------------------------------
+    # -- the states
 
     def _seek(self) -> None:
         if time.monotonic() < self._not_before:
@@ -179,7 +181,9 @@ class Link:
                 self._start = spawn.start(self._settings)
                 self._to(State.STARTING)
             except (AgentError, OSError) as error:
-                self._go_down(error if isinstance(error, AgentError) else AgentError("no agent", found=str(error)))
+                self._go_down(
+                    error if isinstance(error, AgentError) else AgentError("no agent", found=str(error))
+                )
 
     def _may_start(self) -> bool:
         """The very first start is free; restarts are counted."""
@@ -227,6 +231,10 @@ class Link:
         except EverstepError as error:
             self._go_down(error)
             return
+        self._judge(now)
+
+    def _judge(self, now: float) -> None:
+        """What silence, or the end of the connection, means."""
         if self._frames is None:
             return
         if self._frames.ended:
@@ -284,11 +292,12 @@ class Link:
                 "the agent on this node is of another release",
                 found=f"protocol {answer.protocol}, process {answer.pid}{'' if answer.idle else ', busy'}",
                 expected=f"protocol {protocol.PROTOCOL}",
-                hint="Use one release of everstep for all processes of a run, or end the other one's processes",
+                hint="Use one release of everstep for all processes of a run",
             )
 
     def _check_silence(self, now: float) -> None:
-        """Silence counts from the first unanswered question: a trainer that did not look for long did not ask."""
+        """Silence counts from the first unanswered question: a trainer that did not look for long did not
+        ask."""
         assert self._frames is not None
         if self._asked is None:
             if now - self._heard > PING_S:
@@ -309,7 +318,7 @@ class Link:
             self.error = None
             self._to(State.SEEKING)
 
-    # -- losing it -----------------------------------------------------------------------------------------------
+    # -- losing it
 
     def _kill_agent(self) -> None:
         if self.agent is not None and self.agent.alive():

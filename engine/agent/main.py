@@ -20,14 +20,19 @@ SETTINGS_BYTES_MAX = 1 << 20
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Fork away from whoever started us, then serve until idle. Exit code 0, also when another agent is there."""
+    """Fork away from whoever started us, then serve until idle. Exit code 0, also when another agent is
+    there."""
     # Before the imports that cost time: our parent waits for this fork.
     if "--foreground" not in (sys.argv[1:] if argv is None else argv) and os.fork() != 0:
         os._exit(0)
     import argparse
 
-    parser = argparse.ArgumentParser(prog="everstep-agent", description="The background process of a run on a node.")
-    parser.add_argument("--settings", required=True, help="JSON file with the settings, or fd:N to read it from")
+    parser = argparse.ArgumentParser(
+        prog="everstep-agent", description="The background process of a run on a node."
+    )
+    parser.add_argument(
+        "--settings", required=True, help="JSON file with the settings, or fd:N to read it from"
+    )
     parser.add_argument("--ready", default="", help="fd:N, told how the start went")
     parser.add_argument("--foreground", action="store_true", help="stay a child of whoever starts it")
     options = parser.parse_args(argv)
@@ -46,8 +51,8 @@ def main(argv: list[str] | None = None) -> int:
 def run(
     settings: AgentSettings, *, ready: int = -1, open_backend: Callable[[str], Backend] | None = None
 ) -> int:
-    """Be the agent of ``settings.runtime_dir``, unless another process is. Says on the descriptor ``ready`` how the
-    start went, and closes it."""
+    """Be the agent of ``settings.runtime_dir``, unless another process is. Says on the descriptor ``ready``
+    how the start went, and closes it."""
     import asyncio
     import logging
 
@@ -57,7 +62,9 @@ def run(
     from .journal import LmdbJournal
     from .spawn import READY, TAKEN
 
-    logging.basicConfig(format=f"%(asctime)s agent {os.getpid()} %(levelname)s %(message)s", level=logging.INFO)
+    logging.basicConfig(
+        format=f"%(asctime)s agent {os.getpid()} %(levelname)s %(message)s", level=logging.INFO
+    )
     _step_back()
     places.prepare(settings.runtime_dir)
     lock = places.elect(settings.runtime_dir)
@@ -99,7 +106,8 @@ async def _serve(settings, listener, journal, open_backend) -> None:  # type: ig
 
 
 def _step_back() -> None:
-    """Training comes first: low CPU and I/O priority, for this thread and those that it starts. As far as allowed."""
+    """Training comes first: low CPU and I/O priority, for this thread and those that it starts. As far as
+    allowed."""
     import contextlib
     import ctypes
     import platform

@@ -23,7 +23,8 @@ KEPT = "kept"
 
 @dataclass
 class Member:
-    """One registered trainer. ``farewell`` is None until it says goodbye; ``dead`` once its process has ended."""
+    """One registered trainer. ``farewell`` is None until it says goodbye; ``dead`` once its process has
+    ended."""
 
     run_id: str
     rank: int
@@ -49,13 +50,15 @@ class Member:
 
 
 class Members:
-    """By (incarnation, rank); those of older incarnations stay while their processes live. Used from the loop."""
+    """By (incarnation, rank); those of older incarnations stay while their processes live. Used from the
+    loop."""
 
     def __init__(self, died: Callable[[Member], None]) -> None:
         self._died = died
         self._members: dict[tuple[int, int], Member] = {}
         self._arenas: dict[int, Arena] = {}
-        """The arena that each rank registered last; kept after its trainer's death, for W and for its next one."""
+        """The arena that each rank registered last; kept after its trainer's death, for W and for its next
+        one."""
 
     def all(self) -> list[Member]:
         return list(self._members.values())
@@ -106,7 +109,9 @@ class Members:
 
     def _keep_arena(self, member: Member) -> None:
         """The rank's newest arena replaces an older one, unless an older incarnation comes back late."""
-        newer = any(other.rank == member.rank and other.incarnation > member.incarnation for other in self.all())
+        newer = any(
+            other.rank == member.rank and other.incarnation > member.incarnation for other in self.all()
+        )
         if not newer:
             self._arenas[member.rank] = member.arena
 
@@ -140,8 +145,9 @@ class Members:
 
 
 def open_arena(path: str, fd: int | None, *, rank: int, run_key: str, known: Arena | None) -> Arena:
-    """The trainer's arena, mapped, and checked to be that rank's of this run. ``known`` is taken again if it is the
-    same file. May wait for the arena's lock for some seconds. Raises AgentError, Damaged, UnknownFormat."""
+    """The trainer's arena, mapped, and checked to be that rank's of this run. ``known`` is taken again if
+    it is the same file. May wait for the arena's lock for some seconds. Raises AgentError, Damaged,
+    UnknownFormat."""
     try:
         if known is not None and path and known.info.path == Path(path) and Path(path).exists():
             arena = known
@@ -151,7 +157,9 @@ def open_arena(path: str, fd: int | None, *, rank: int, run_key: str, known: Are
     except EverstepError:
         raise
     except OSError as error:
-        raise AgentError("the arena cannot be opened", found=f"{path or 'memfd'}: {error}", rank=rank) from None
+        raise AgentError(
+            "the arena cannot be opened", found=f"{path or 'memfd'}: {error}", rank=rank
+        ) from None
     if (info.rank, info.run_key) != (rank, run_key):
         raise AgentError(
             "the arena is another rank's or another run's",
@@ -165,4 +173,3 @@ def find_snapshot(arena: Arena, incarnation: int, step: int) -> SnapshotInfo | N
     """That step's snapshot, if the arena holds it."""
     found = [one for one in arena.snapshots() if (one.incarnation, one.step) == (incarnation, step)]
     return found[0] if found else None
-

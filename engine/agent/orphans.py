@@ -1,4 +1,5 @@
-"""When all trainers of the node have ended without goodbye, the agent still makes their newest common step durable."""
+"""When all trainers of the node have ended without goodbye, the agent still makes their newest common step
+durable."""
 
 from __future__ import annotations
 
@@ -21,7 +22,6 @@ log = logging.getLogger("everstep.agent")
 TRIES_MAX = 3
 PAUSE_S = 2.0
 """Between tries; nobody else will try again."""
-VERDICT_LOOK_S = 0.05
 
 
 class Orphans:
@@ -38,7 +38,8 @@ class Orphans:
         return self._working > 0
 
     async def look(self) -> None:
-        """Flush W if every trainer of the newest incarnation is gone and at least one had no time to say so."""
+        """Flush W if every trainer of the newest incarnation is gone and at least one had no time to say
+        so."""
         members = self._service.members.of_newest()
         if any(member.here for member in members) or any(member.farewell == KEPT for member in members):
             return
@@ -96,12 +97,14 @@ class Orphans:
             member = self._member_for(rank, incarnation, len(arenas))
             entry = service.entry_of(member, step, snapshot.index, snapshot.generation, attempt, "full")
             await pipeline.add(entry, service.pin_of(member, snapshot.index, snapshot.generation))
-        while pipeline.find(incarnation, step) is not None:
-            await asyncio.sleep(VERDICT_LOOK_S)
+        flush = pipeline.find(incarnation, step)
+        if flush is not None:
+            await flush.over.wait()
         return (await patiently(lambda: next_attempt(pipeline.backend, step, incarnation)))[1] is not None
 
     def _member_for(self, rank: int, incarnation: int, world: int) -> Member:
-        """Who the job is entered for: the rank as it was in that incarnation, whose record says the same world."""
+        """Who the job is entered for: the rank as it was in that incarnation, whose record says the same
+        world."""
         last = next(member for member in reversed(self._service.members.all()) if member.rank == rank)
         arena = self._service.members.arenas()[rank]
         path = "" if arena.info.path is None else str(arena.info.path)

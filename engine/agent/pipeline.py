@@ -1,13 +1,15 @@
-"""The writer queue: flushes of all local ranks, one rank's images after the other, then the commit of the step.
+"""The writer queue: flushes of all local ranks, one rank's images after the other, then the commit of the
+step.
 
-A *flush* is one attempt at one step; each local rank adds a *job* to it. Jobs are written one at a time, in the order
-of their acceptance (the disk is one); commits of several flushes may wait for votes side by side. A flush ends
-with one verdict for all ranks. Everything here runs on the agent's loop.
+A *flush* is one attempt at one step; each local rank adds a *job* to it. Jobs are written one at a time, in
+the order of their acceptance (the disk is one); commits of several flushes may wait for votes side by side.
+A flush ends with one verdict for all ranks. Everything here runs on the agent's loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections import deque
@@ -23,8 +25,8 @@ from everstep.format import names
 from everstep.format.hashing import rank_root
 from everstep.format.manifest import Abort, Decision, Manifest
 from everstep.format.records import RunRecord
-from everstep.memory.arena import Pinned
 from everstep.memory.errors import SlotGone
+from everstep.memory.slots import Pinned
 from everstep.store.catalog import read_decision_at, voted_ranks
 from everstep.store.commit import abort_attempt, next_attempt, try_commit
 from everstep.store.flush import FlushJob, flush_rank
@@ -42,6 +44,7 @@ FLUSHES_MAX = 1024
 """Flushes without a verdict; more are refused."""
 ATTEMPTS_MAX = 1000
 """A step that was tried so often is refused: something is wrong that trying does not mend."""
+
 
 @dataclass
 class Job:
@@ -66,6 +69,8 @@ class Flush:
     settled: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     voter: asyncio.Task[None] | None = None
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the flush is forgotten: its verdict is decided, journaled, and about to be told."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -87,15 +92,18 @@ class Owner(Protocol):
     async def forget(self, entries: list[JobEntry]) -> None: ...
 
     async def stand_in(self, flush: Flush, missing: list[int]) -> list[int]:
-        """Add the jobs of dead trainers whose arenas hold the step. Those of ``missing`` that can never vote: their
-        trainers are dead, without that snapshot."""
+        """Add the jobs of dead trainers whose arenas hold the step. Those of ``missing`` that can never
+        vote: their trainers are dead, without that snapshot."""
         ...
 
 
 class Pipeline:
-    """``tier`` is the url that progress speaks of. Commit time-outs and the backend may be changed at any time."""
+    """``tier`` is the url that progress speaks of. Commit time-outs and the backend may be changed at any
+    time."""
 
-    def __init__(self, owner: Owner, run: RunRecord, backend: Backend, *, queue_max: int, commit_timeout_s: float) -> None:
+    def __init__(
+        self, owner: Owner, run: RunRecord, backend: Backend, *, queue_max: int, commit_timeout_s: float
+    ) -> None:
         self.backend = backend
         self.commit_timeout_s = commit_timeout_s
         self._owner = owner
@@ -119,10 +127,11 @@ class Pipeline:
     def flushes(self) -> list[Flush]:
         return list(self._flushes.values())
 
-    # -- what the service asks for -------------------------------------------------------------------------------
+    # -- what the service asks for
 
     async def add(self, entry: JobEntry, pin: Callable[[], Pinned]) -> None:
-        """Accept a job: pinned and in the journal before this returns. A repeated request joins what is there."""
+        """Accept a job: pinned and in the journal before this returns. A repeated request joins what is
+        there."""
         flush = await self._under_way(entry)
         if flush is None:
             return
@@ -190,7 +199,7 @@ class Pipeline:
         for flush in self._flushes.values():
             _unpin(flush)
 
-    # -- one flush -----------------------------------------------------------------------------------------------
+    # -- one flush
 
     def _flush_for(self, incarnation: int, step: int, attempt: int, world: int) -> Flush:
         flush = self._flushes.get((incarnation, step))
@@ -199,11 +208,11 @@ class Pipeline:
         return flush
 
     async def _under_way(self, entry: JobEntry) -> Flush | None:
-        """The flush that the job belongs to. A request for an older attempt gets that one's verdict, and None is
-        returned; a newer attempt ends the older one first."""
+        """The flush that the job belongs to. A request for an older attempt gets that one's verdict, and
+        None is returned; a newer attempt ends the older one first."""
         while (flush := self._flushes.get((entry.incarnation, entry.step))) is not None:
             if flush.ending is not None or flush.settled:
-                await asyncio.sleep(POLL_FIRST_S)  # storage calls are bounded, so this is
+                await flush.over.wait()  # storage calls are bounded, so this is
             elif entry.attempt == flush.attempt:
                 return flush
             elif entry.attempt > flush.attempt:
@@ -218,7 +227,8 @@ class Pipeline:
 
     async def _pin(self, flush: Flush, job: Job, pin: Callable[[], Pinned]) -> None:
         """Pin the job's slot, in a thread: a stopped trainer may hold the arena's lock for some seconds."""
-        pinned = await asyncio.to_thread(pin)
+        pinned: Pinned | None = await asyncio.to_thread(pin)
+        assert pinned is not None
         try:
             job.entry = _checked(job.entry, pinned)
             if flush.ending is None and not flush.settled:
@@ -236,7 +246,9 @@ class Pipeline:
                 hint="Flush less often, or give up unfinished flushes",
             )
         if entry.attempt > ATTEMPTS_MAX:
-            raise AgentError(f"step {entry.step} was tried too often", found=entry.attempt, expected=ATTEMPTS_MAX)
+            raise AgentError(
+                f"step {entry.step} was tried too often", found=entry.attempt, expected=ATTEMPTS_MAX
+            )
 
     async def _write(self, flush: Flush, job: Job) -> None:
         """One rank: open the attempt, write images and vote."""
@@ -270,14 +282,18 @@ class Pipeline:
             return await self._stands(flush.incarnation, flush.step, flush.attempt)
         for earlier in range(number, flush.attempt):
             reason = GIVEN_UP + "a later attempt was asked for"
-            decision = await abort_attempt(self.backend, flush.step, flush.incarnation, earlier, reason=reason)
+            decision = await abort_attempt(
+                self.backend, flush.step, flush.incarnation, earlier, reason=reason
+            )
             if isinstance(decision, Manifest):
                 return decision
         return None
 
     async def _stands(self, incarnation: int, step: int, attempt: int) -> Manifest | Abort:
         """What was decided; an attempt that was left undecided is given up now."""
-        return await abort_attempt(self.backend, step, incarnation, attempt, reason=GIVEN_UP + "left unfinished")
+        return await abort_attempt(
+            self.backend, step, incarnation, attempt, reason=GIVEN_UP + "left unfinished"
+        )
 
     async def _conclude(self, flush: Flush) -> None:
         """See the flush to its verdict: wait for the votes, then commit."""
@@ -294,15 +310,18 @@ class Pipeline:
             self._fail(flush, error, None)
 
     async def _await_votes(self, flush: Flush) -> Decision | None:
-        """Poll with growing pauses until something is decided; None when the flush is to end otherwise. The time-out
-        starts anew with each vote that comes in, and does not run while ranks of ours are being written."""
+        """Poll with growing pauses until something is decided; None when the flush is to end otherwise. The
+        time-out starts anew with each vote that comes in, and does not run while ranks of ours are being
+        written."""
         pause = POLL_FIRST_S
+        place = flush.step, flush.incarnation, flush.attempt
         seen: list[int] = []
         since = time.monotonic()
         while flush.ending is None and not flush.settled:
             flush.changed.clear()
-            voted = await patiently(lambda: voted_ranks(self.backend, flush.step, flush.incarnation, flush.attempt))
-            decision = await patiently(lambda: self._decide(flush, complete=len(voted) >= flush.world))
+            voted = await patiently(functools.partial(voted_ranks, self.backend, *place))
+            complete = len(voted) >= flush.world
+            decision = await patiently(functools.partial(self._decide, flush, complete=complete))
             if decision is not None or flush.ending is not None:
                 return decision
             if voted != seen:
@@ -317,7 +336,8 @@ class Pipeline:
         return None
 
     async def _decide(self, flush: Flush, *, complete: bool) -> Decision | None:
-        """What someone else decided, or, once all votes are in and no newer incarnation forbids it, our own."""
+        """What someone else decided, or, once all votes are in and no newer incarnation forbids it, our
+        own."""
         if not complete:
             return await read_decision_at(self.backend, flush.step, flush.incarnation, flush.attempt)
         if not await self.fence.allows(*flush.key):
@@ -341,17 +361,20 @@ class Pipeline:
             return
         self._end(flush, *ranks_missing(flush.step, flush.world, voted, lost, why, self.backend.url))
 
-    # -- the end -------------------------------------------------------------------------------------------------
+    # -- the end
 
     def _fail(self, flush: Flush, error: BaseException, rank: int | None) -> None:
         if not isinstance(error, (BackendError, EverstepError, OSError)):
             log.error("step %d: a flush failed unexpectedly", flush.step, exc_info=error)
-            error = SaveFailed(f"step {flush.step}: the agent failed", found=f"{type(error).__name__}: {error}")
+            error = SaveFailed(
+                f"step {flush.step}: the agent failed", found=f"{type(error).__name__}: {error}"
+            )
         words = in_our_words(error, step=flush.step, rank=rank, tier=self.backend.url)
         self._end(flush, words, str(words) if rank is None else f"rank {rank}: {words}", rank)
 
     def _end(self, flush: Flush, error: EverstepError, reason: str, rank: int | None = None) -> None:
-        """Have the flush end with ``error`` unless it became a checkpoint after all. The first cause counts."""
+        """Have the flush end with ``error`` unless it became a checkpoint after all. The first cause
+        counts."""
         if flush.ending is not None or flush.settled:
             return
         flush.ending = error, reason, rank
@@ -379,7 +402,9 @@ class Pipeline:
         decision = None if flush.opened else await self._open(flush)
         if decision is not None:
             return decision
-        return await abort_attempt(self.backend, flush.step, flush.incarnation, flush.attempt, reason=reason, rank=rank)
+        return await abort_attempt(
+            self.backend, flush.step, flush.incarnation, flush.attempt, reason=reason, rank=rank
+        )
 
     async def _sweep(self, flush: Flush) -> None:
         """Remove what an aborted attempt of ours has written: after a full disk the room is needed."""
@@ -413,6 +438,7 @@ class Pipeline:
         reach("agent.settled", str(flush.step))
         if self._flushes.get(flush.key) is flush:
             del self._flushes[flush.key]
+        flush.over.set()
         self._say(flush, stage, error=error)
         if stage == "committed":
             self._owner.committed(flush.incarnation, flush.step)
@@ -456,8 +482,8 @@ def _unpin(flush: Flush) -> None:
 
 
 def _checked(entry: JobEntry, pinned: Pinned) -> JobEntry:
-    """The entry, with the slot's root if it is sealed. The slot must hold the entry's snapshot, and must be sealed
-    as it was when the entry was made."""
+    """The entry, with the slot's root if it is sealed. The slot must hold the entry's snapshot, and must be
+    sealed as it was when the entry was made."""
     info = pinned.info
     if (info.incarnation, info.step) != (entry.incarnation, entry.step):
         raise SlotGone(

@@ -1,7 +1,7 @@
 """The agent's private directory on this node: lock, socket, journal, log.
 
-All of a run's processes on a node find one another here, so the directory must be theirs alone (0700, no symbolic
-link) and on a local file system, where locks, sockets and memory maps mean what they say.
+All of a run's processes on a node find one another here, so the directory must be theirs alone (0700, no
+symbolic link) and on a local file system, where locks, sockets and memory maps mean what they say.
 """
 
 from __future__ import annotations
@@ -25,7 +25,20 @@ BACKLOG = 128
 SUN_PATH_MAX = 107
 """Longest path of a Unix socket in bytes, its final NUL not counted."""
 
-_REMOTE = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "glusterfs", "orangefs", "fuse.")
+_REMOTE = (
+    "nfs",
+    "cifs",
+    "smb",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "afs",
+    "9p",
+    "glusterfs",
+    "orangefs",
+    "fuse.",
+)
 _HINT = "Set another runtime_dir (a private directory on a local disk of this node)"
 
 
@@ -42,14 +55,18 @@ def prepare(runtime_dir: Path) -> None:
         _check_local(runtime_dir)
     except OSError as error:
         raise AgentError(
-            "the runtime directory cannot be used", found=f"{runtime_dir}: {error.strerror or error}", hint=_HINT
+            "the runtime directory cannot be used",
+            found=f"{runtime_dir}: {error.strerror or error}",
+            hint=_HINT,
         ) from None
 
 
 def _check_private(path: Path) -> None:
     found = path.lstat()
     if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
-        raise AgentError("the runtime directory must be a directory", found=f"{path} is a link or file", hint=_HINT)
+        raise AgentError(
+            "the runtime directory must be a directory", found=f"{path} is a link or file", hint=_HINT
+        )
     if found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise AgentError(
             "the runtime directory must be private",
@@ -60,7 +77,8 @@ def _check_private(path: Path) -> None:
 
 
 def _check_parent(path: Path) -> None:
-    """Others must not be able to replace the directory: theirs and writable by all only with the sticky bit."""
+    """Others must not be able to replace the directory: theirs and writable by all only with the sticky
+    bit."""
     found = path.stat()
     open_to_others = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
     if found.st_uid not in (0, os.getuid()) or open_to_others:
@@ -75,7 +93,9 @@ def _check_parent(path: Path) -> None:
 def _check_local(path: Path) -> None:
     kind = file_system_of(path)
     if kind.startswith(_REMOTE):
-        raise AgentError("the runtime directory must be on a local file system", found=f"{path}: {kind}", hint=_HINT)
+        raise AgentError(
+            "the runtime directory must be on a local file system", found=f"{path}: {kind}", hint=_HINT
+        )
 
 
 def file_system_of(path: Path) -> str:
@@ -94,8 +114,8 @@ def file_system_of(path: Path) -> str:
 
 
 def elect(runtime_dir: Path) -> int | None:
-    """Become the agent of this directory: the descriptor that holds the lock until it is closed or the process
-    dies, however it dies. None while another process holds it."""
+    """Become the agent of this directory: the descriptor that holds the lock until it is closed or the
+    process dies, however it dies. None while another process holds it."""
     fd = os.open(runtime_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -107,8 +127,8 @@ def elect(runtime_dir: Path) -> int | None:
 
 @contextlib.contextmanager
 def _address(runtime_dir: Path) -> Iterator[str]:
-    """The socket's address. A path too long for one goes through a descriptor of its directory, so that neither a
-    second place nor a change of directory is needed."""
+    """The socket's address. A path too long for one goes through a descriptor of its directory, so that
+    neither a second place nor a change of directory is needed."""
     path = runtime_dir / SOCKET
     if len(os.fsencode(path)) <= SUN_PATH_MAX:
         yield str(path)

@@ -1,7 +1,7 @@
 """Messages between trainers and agent: one msgpack map per frame, told apart by its field ``t``.
 
-A conversation begins with :class:`Knock` and :class:`Answer`, whose form never changes, so that any two releases
-understand each other's refusal. All other messages belong to :data:`PROTOCOL` and change with it.
+A conversation begins with :class:`Knock` and :class:`Answer`, whose form never changes, so that any two
+releases understand each other's refusal. All other messages belong to :data:`PROTOCOL` and change with it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-
 from everstep.errors import AgentError
 
 PROTOCOL = 1
@@ -151,7 +150,9 @@ def decode_request(frame: bytes) -> Request:
     try:
         return _requests.decode(frame)
     except msgspec.MsgspecError as error:
-        raise AgentError("a trainer sent what is no request", found=str(error), expected=f"protocol {PROTOCOL}") from None
+        raise AgentError(
+            "a trainer sent what is no request", found=str(error), expected=f"protocol {PROTOCOL}"
+        ) from None
 
 
 def decode_reply(frame: bytes) -> Reply:
@@ -159,4 +160,6 @@ def decode_reply(frame: bytes) -> Reply:
     try:
         return _replies.decode(frame)
     except msgspec.MsgspecError as error:
-        raise AgentError("the agent sent what is no reply", found=str(error), expected=f"protocol {PROTOCOL}") from None
+        raise AgentError(
+            "the agent sent what is no reply", found=str(error), expected=f"protocol {PROTOCOL}"
+        ) from None

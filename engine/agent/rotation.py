@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable
 
@@ -21,18 +22,21 @@ log = logging.getLogger("everstep.agent")
 
 
 class Rotator:
-    """``done`` hears of each rotation that removed something, or of its error."""
+    """``in_use`` says of an incarnation whether flushes of it are still under way here; ``done`` hears of
+    each rotation that removed something, and of errors."""
 
     def __init__(
         self,
         backend: Backend,
         fence: Fence,
         retention: Retention,
+        in_use: Callable[[int], bool],
         done: Callable[[int, RotationReport | None, EverstepError | BackendError | None], None],
     ) -> None:
         self.retention = retention
         self._backend = backend
         self._fence = fence
+        self._in_use = in_use
         self._done = done
         self._wanted: int | None = None
         self._task: asyncio.Task[None] | None = None
@@ -44,7 +48,8 @@ class Rotator:
         return self._task is not None
 
     def want(self, incarnation: int) -> None:
-        """Rotate soon, on behalf of ``incarnation``; requests that come while one is under way become one more."""
+        """Rotate soon, on behalf of ``incarnation``; requests that come while one is under way become one
+        more."""
         self._wanted = max(incarnation, self._wanted or 0)
         if self._task is None:
             self._task = asyncio.ensure_future(self._work())
@@ -70,7 +75,7 @@ class Rotator:
                 log.warning("rotation failed: %s", error)
                 self._done(incarnation, None, error)
                 continue
-            if report is not None:
+            if report is not None and (report.removed or report.collected):
                 self._done(incarnation, report, None)
 
     async def _rotate(self, incarnation: int) -> RotationReport | None:
@@ -78,13 +83,17 @@ class Rotator:
             return None
         plan = await self._plan()
         reach("agent.rotate.before", str(incarnation))
-        if not plan.remove:
-            return None
 
         async def is_superseded() -> bool:
             return await self._fence.superseded(incarnation)
 
-        return await patiently(lambda: rotate(self._backend, plan, is_superseded=is_superseded))
+        def is_gone(number: int) -> bool:
+            return number < incarnation and self._fence.writer_is_dead(number) and not self._in_use(number)
+
+        # Also with nothing to remove: it finishes what a crash left, and collects given-up attempts.
+        return await patiently(
+            lambda: rotate(self._backend, plan, is_superseded=is_superseded, is_gone=is_gone)
+        )
 
     async def _plan(self) -> RetentionPlan:
         lineage = await self._fence.look()
@@ -92,7 +101,8 @@ class Rotator:
         known = {names: self._committed[names] for names in found if names in self._committed}
         for names in found:
             if names not in known:
-                known[names] = isinstance(await patiently(lambda: read_decision(self._backend, names)), Manifest)  # noqa: B023
+                read = functools.partial(read_decision, self._backend, names)
+                known[names] = isinstance(await patiently(read), Manifest)
         self._committed = known
         checkpoints = [(names.incarnation, names.step) for names in found if known[names]]
         return plan_retention(checkpoints, self.retention, lineage, set())

@@ -123,7 +123,8 @@ class Peer:
                 self._worker = asyncio.ensure_future(self._work())
 
     def _answer(self, knock: Knock) -> None:
-        """Same protocol: go on. Else hang up; an idle agent leaves when it is asked to, whatever the protocol."""
+        """Same protocol: go on. Else hang up; an idle agent leaves when it is asked to, whatever the
+        protocol."""
         me = Process.current()
         leaving = knock.wants == "leave" and self._handler.idle
         answer = Answer(protocol.PROTOCOL, me.pid, me.start_time, me.boot, self._handler.idle, leaving)
@@ -151,12 +152,15 @@ class Peer:
             self._loop.call_soon(self.close)
         except Exception as error:
             log.exception("a %s failed", type(request).__name__)
-            self.send(Refused(AgentError("the agent failed", found=f"{type(error).__name__}: {error}").to_wire()))
+            self.send(
+                Refused(AgentError("the agent failed", found=f"{type(error).__name__}: {error}").to_wire())
+            )
             self._loop.call_soon(self.close)
 
 
 class Server:
-    """All connections of an agent; ``listener`` is None for an inline one, which is handed its only connection."""
+    """All connections of an agent; ``listener`` is None for an inline one, which is handed its only
+    connection."""
 
     def __init__(self, handler: Handler, listener: socket.socket | None) -> None:
         self.peers: set[Peer] = set()
@@ -188,5 +192,3 @@ class Server:
                     sock.close()
                 else:
                     self.adopt(sock)
-
-

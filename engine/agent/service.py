@@ -1,6 +1,7 @@
 """What an agent does for its trainers: registration, flushes, rotation, and an orderly end.
 
-One loop, one run. The service owns the members, the queue and the journal; connections call :meth:`Service.handle`.
+One loop, one run. The service owns the members, the queue and the journal; connections call
+:meth:`Service.handle`.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Service:
         self._started = time.monotonic()
         self._last_events = 0.0
 
-    # -- life ----------------------------------------------------------------------------------------------------
+    # -- life
 
     async def start(self) -> None:
         """Go on with what the journal holds, in the background."""
@@ -141,7 +142,8 @@ class Service:
         return self.settings.linger_s if self.members.newest else max(self.settings.linger_s, FIRST_CLIENT_S)
 
     async def _resume(self) -> None:
-        """Members and jobs of the former agent. A job whose slot is gone fails as any other: aborted, reported."""
+        """Members and jobs of the former agent. A job whose slot is gone fails as any other: aborted,
+        reported."""
         for kept in await self._journaled(self._journal.members):
             try:
                 arena = await asyncio.to_thread(self._arena_of, kept.arena, None, kept.rank)
@@ -152,7 +154,16 @@ class Service:
             process = Process(*kept.process)
             if self.members.find(kept.incarnation, kept.rank) is None:
                 self.members.add(
-                    Member(kept.run_id, kept.rank, kept.world, kept.incarnation, kept.adopted, process, arena, kept.arena)
+                    Member(
+                        kept.run_id,
+                        kept.rank,
+                        kept.world,
+                        kept.incarnation,
+                        kept.adopted,
+                        process,
+                        arena,
+                        kept.arena,
+                    )
                 )
         jobs = await self._journaled(self._journal.jobs)
         self._order = max([self._order, *(entry.order for entry in jobs)])
@@ -176,7 +187,7 @@ class Service:
         arena = self._arena_of(entry.arena, None, entry.rank)
         return arena.pin(entry.slot, entry.generation, purpose=Purpose.FLUSH)
 
-    # -- requests ------------------------------------------------------------------------------------------------
+    # -- requests
 
     async def handle(self, peer: Peer, request: Request) -> None:
         """One request of one client. Raises EverstepError where the client is to be refused."""
@@ -194,7 +205,9 @@ class Service:
                 await self._flush(peer.member, request)
             elif isinstance(request, GiveUpRequest):
                 member = peer.member
-                self._pipeline.give_up(member.incarnation, request.step, request.attempt, request.reason, member.world)
+                self._pipeline.give_up(
+                    member.incarnation, request.step, request.attempt, request.reason, member.world
+                )
             elif isinstance(request, Bye):
                 await self._bye(peer, peer.member, request)
         finally:
@@ -206,13 +219,23 @@ class Service:
         process = Process(hello.pid, hello.start_time, hello.boot)
         if (theirs.root, theirs.run_key) != (self.settings.root, self.settings.run_key):
             raise AgentError(
-                "this agent serves another run", found=self.settings.root, expected=theirs.root, hint="Set another runtime_dir"
+                "this agent serves another run",
+                found=self.settings.root,
+                expected=theirs.root,
+                hint="Set another runtime_dir",
             )
         await self._ensure_run(hello.run_id)
         self.members.check(hello.incarnation, hello.rank, process)
         arena = await asyncio.to_thread(self._arena_of, hello.arena, fd, hello.rank)
         member = Member(
-            hello.run_id, hello.rank, hello.world, hello.incarnation, hello.adopted, process, arena, hello.arena
+            hello.run_id,
+            hello.rank,
+            hello.world,
+            hello.incarnation,
+            hello.adopted,
+            process,
+            arena,
+            hello.arena,
         )
         self.members.add(member)
         if hello.arena:
@@ -241,7 +264,9 @@ class Service:
         return RateLimited(self._backend, rate) if rate else self._backend
 
     async def _flush(self, member: Member, request: FlushRequest) -> None:
-        entry = self.entry_of(member, request.step, request.slot, request.generation, request.attempt, request.kind)
+        entry = self.entry_of(
+            member, request.step, request.slot, request.generation, request.attempt, request.kind
+        )
         await self._pipeline.add(entry, self.pin_of(member, request.slot, request.generation))
 
     async def _bye(self, peer: Peer, member: Member, request: Bye) -> None:
@@ -258,7 +283,13 @@ class Service:
             path = arena.info.path
             if path is None and not request.descriptors:
                 continue
-            known.append({"rank": rank, "incarnation": arena.info.incarnation, "path": "" if path is None else str(path)})
+            known.append(
+                {
+                    "rank": rank,
+                    "incarnation": arena.info.incarnation,
+                    "path": "" if path is None else str(path),
+                }
+            )
             if path is None:
                 fds.append(arena.fileno())
         peer.send(ArenasAnswer(request.number, known), fds)
@@ -290,7 +321,7 @@ class Service:
             ],
         }
 
-    # -- for the queue and the orphans ---------------------------------------------------------------------------
+    # -- for the queue and the orphans
 
     @property
     def _pipeline(self) -> Pipeline:
@@ -303,7 +334,9 @@ class Service:
         await self._ensure_run(None)
         return self._pipeline
 
-    def entry_of(self, member: Member, step: int, slot: int, generation: int, attempt: int, kind: str) -> JobEntry:
+    def entry_of(
+        self, member: Member, step: int, slot: int, generation: int, attempt: int, kind: str
+    ) -> JobEntry:
         self._order += 1
         return JobEntry(
             incarnation=member.incarnation,
@@ -335,7 +368,9 @@ class Service:
                 lost.append(rank)
                 continue
             log.info("step %d: flushing for rank %d, which has ended", flush.step, rank)
-            entry = self.entry_of(member, flush.step, snapshot.index, snapshot.generation, flush.attempt, "full")
+            entry = self.entry_of(
+                member, flush.step, snapshot.index, snapshot.generation, flush.attempt, "full"
+            )
             await self._pipeline.add(entry, self.pin_of(member, snapshot.index, snapshot.generation))
         return lost
 
@@ -362,7 +397,7 @@ class Service:
     async def forget_member(self, member: Member) -> None:
         await self._journaled(self._journal.drop_member, member.entry())
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    # -- inside
 
     async def _ensure_run(self, run_id: str | None) -> RunRecord:
         """The run under the root, opened at first need. AgentError if it is not the one that is meant."""
@@ -374,7 +409,9 @@ class Service:
                 if self.pipeline is not None and not self.pipeline.busy:
                     await self.pipeline.close()
                 elif self.pipeline is not None:
-                    raise AgentError("the agent still works for a former run under this root", found=self._run)
+                    raise AgentError(
+                        "the agent still works for a former run under this root", found=self._run
+                    )
                 self._open(record)
             assert self._run is not None
             return self._run
@@ -388,13 +425,18 @@ class Service:
             queue_max=self.settings.queue_max,
             commit_timeout_s=self.settings.commit_timeout_s,
         )
-        self._rotator = Rotator(self._backend, self.pipeline.fence, self.settings.retention, self._rotated)
+        self._rotator = Rotator(
+            self._backend, self.pipeline.fence, self.settings.retention, self._in_use, self._rotated
+        )
         me = Process.current()
-        self._events = EventLog(self._backend, f"agent-{self.settings.run_key}-{self._journal.epoch}-{me.start_time}")
+        self._events = EventLog(
+            self._backend, f"agent-{self.settings.run_key}-{self._journal.epoch}-{me.start_time}"
+        )
         self._keep(self.pipeline.run())
 
     async def _check_incarnations(self) -> None:
-        """A trainer came: what it has made pointless ends, and older trainers hear that they are superseded."""
+        """A trainer came: what it has made pointless ends, and older trainers hear that they are
+        superseded."""
         try:
             await self._pipeline.fence_off()
             await self._pipeline.fence.look()
@@ -412,6 +454,9 @@ class Service:
         for flush in [] if self.pipeline is None else self.pipeline.flushes():
             flush.changed.set()
         self._keep(self._orphans.look())
+
+    def _in_use(self, incarnation: int) -> bool:
+        return any(flush.incarnation == incarnation for flush in self._pipeline.flushes())
 
     def _rotated(
         self, incarnation: int, report: RotationReport | None, error: EverstepError | BackendError | None
@@ -459,6 +504,8 @@ def _news(progress: Progress) -> News:
 
 def _superseded(incarnation: int, newest: int, tier: str) -> Progress:
     error = Superseded(
-        "a newer incarnation writes this run", found=f"incarnation {newest}", expected=f"none above {incarnation}"
+        "a newer incarnation writes this run",
+        found=f"incarnation {newest}",
+        expected=f"none above {incarnation}",
     )
     return Progress(NO_STEP, incarnation, 0, tier, "superseded", error.to_wire())

@@ -1,8 +1,8 @@
 """Starting the agent's process, without waiting for it.
 
-The process is started in a session of its own, without our standard streams (launchers kill process groups and
-wait for pipes), and forks once more, so that it is no child of a trainer: nobody has to reap it, and whoever kills
-trees of processes does not find it. It says on a pipe how its start went.
+The process is started in a session of its own, without our standard streams (launchers kill process groups
+and wait for pipes), and forks once more, so that it is no child of a trainer: nobody has to reap it, and
+whoever kills trees of processes does not find it. It says on a pipe how its start went.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ TAKEN = "taken"
 
 
 class Start:
-    """One start under way. ``outcome`` is None until it is known, then "ready", "taken" or what went wrong."""
+    """One start under way. ``outcome`` is None until it is known, then "ready", "taken" or what went
+    wrong."""
 
     def __init__(self, process: subprocess.Popen[bytes], pipe: int, log: str) -> None:
         self._process = process
@@ -54,7 +55,9 @@ class Start:
             self._said += said
             if said and not self._said.endswith(b"\n"):
                 return None
-            self.outcome = self._said.decode(errors="replace").strip() or f"it ended at once; {self._log_tail()}"
+            self.outcome = (
+                self._said.decode(errors="replace").strip() or f"it ended at once; {self._log_tail()}"
+            )
         except BlockingIOError:
             if time.monotonic() > self._deadline:
                 self.outcome = f"it did not report within {START_S_MAX} s; {self._log_tail()}"
@@ -104,7 +107,9 @@ def start(settings: AgentSettings) -> Start:
         )
     except OSError as error:
         os.close(ready)
-        raise AgentError("the agent's process cannot be started", found=str(error), hint='Or use agent="inline"') from None
+        raise AgentError(
+            "the agent's process cannot be started", found=str(error), hint='Or use agent="inline"'
+        ) from None
     finally:
         for fd in (settings_fd, ready_child, log_fd):
             os.close(fd)
@@ -133,12 +138,15 @@ def _open_log(path: str) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, but for what would mislead the agent: it runs in "/", and test points are set for it by their own name."""
+    """Ours, but for what would mislead the agent: it runs in "/", and test points are set for it by their
+    own name."""
     env = dict(os.environ)
     env.pop("EVERSTEP_POINTS", None)
     points = env.pop("EVERSTEP_AGENT_POINTS", None)
     if points:
         env["EVERSTEP_POINTS"] = points
     if env.get("PYTHONPATH"):
-        env["PYTHONPATH"] = os.pathsep.join(os.path.abspath(p) for p in env["PYTHONPATH"].split(os.pathsep) if p)
+        env["PYTHONPATH"] = os.pathsep.join(
+            os.path.abspath(p) for p in env["PYTHONPATH"].split(os.pathsep) if p
+        )
     return env

@@ -10,6 +10,7 @@ from typing import TypeVar
 from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError, NoSpace, Retryable
 from everstep.errors import CannotTell, EverstepError, SaveFailed, StorageFull
+from everstep.memory.process import Process, boot_id
 from everstep.plan.lineage import Lineage
 from everstep.store.runs import read_incarnations
 
@@ -43,7 +44,9 @@ def in_our_words(error: Exception, *, step: int, rank: int | None, tier: str) ->
     """Any failure of a flush as an error of the tree that names step, rank and tier."""
     if isinstance(error, EverstepError):
         fields = {"step": step, "tier": tier, **({} if rank is None else {"rank": rank}), **error.fields}
-        return type(error)(error.message, found=error.found, expected=error.expected, hint=error.hint, **fields)
+        return type(error)(
+            error.message, found=error.found, expected=error.expected, hint=error.hint, **fields
+        )
     kind = StorageFull if isinstance(error, NoSpace) else SaveFailed
     where = "" if rank is None else f" of rank {rank}"
     return kind(
@@ -65,11 +68,16 @@ class Fence:
         self._lineage: Lineage | None = None
         self.newest = 0
         self.worlds: dict[int, int] = {}
+        self._writers: dict[int, Process] = {}
 
     async def look(self) -> Lineage:
         """The lineage as it is now. Raises CannotTell, Damaged, UnknownFormat."""
         records = await patiently(lambda: read_incarnations(self._backend))
         self.worlds = {record.number: record.world for record in records}
+        self._writers = {
+            record.number: Process(record.writer.pid, record.writer.start_time, record.writer.boot)
+            for record in records
+        }
         self.newest = max(self.worlds, default=0)
         self._lineage = Lineage(records)
         return self._lineage
@@ -86,3 +94,9 @@ class Fence:
         except (CannotTell, BackendError):
             return True
         return self.newest > incarnation
+
+    def writer_is_dead(self, incarnation: int) -> bool:
+        """Whether the incarnation's writer provably ended: a process of this boot of this machine, not
+        running."""
+        writer = self._writers.get(incarnation)
+        return writer is not None and writer.boot == boot_id() != "" and not writer.alive()

@@ -1,7 +1,9 @@
-"""How a flush ended, as every rank hears it: the decision's reason and the error are made from one another, so that
-a rank that only reads the abort record comes to the same verdict."""
+"""How a flush ended, as every rank hears it: the decision's reason and the error are made from one another,
+so that a rank that only reads the abort record comes to the same verdict."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from everstep.errors import EverstepError, RankError, SaveAbandoned, SaveFailed, Superseded
 from everstep.format.manifest import Abort, Decision
@@ -15,7 +17,8 @@ def error_of(decision: Decision | None, tier: str) -> EverstepError:
     """An abort record (or nothing at all) as the error that every rank gets."""
     if not isinstance(decision, Abort):
         return SaveFailed("the step did not become durable", found=type(decision).__name__, tier=tier)
-    fields = {"step": decision.step, "tier": tier, "rank": -1 if decision.rank is None else decision.rank}
+    rank = -1 if decision.rank is None else decision.rank
+    fields: dict[str, Any] = {"step": decision.step, "tier": tier, "rank": rank}
     if decision.reason.startswith(SUPERSEDED):
         return Superseded(decision.reason, **fields)
     kind = SaveAbandoned if decision.reason.startswith(GIVEN_UP) else SaveFailed
@@ -37,7 +40,7 @@ def given_up(step: int, reason: str, tier: str) -> tuple[SaveAbandoned, str]:
 
 def superseded(incarnation: int, step: int, newest: int) -> tuple[Superseded, str]:
     """Error and reason of a flush that a newer incarnation has made pointless."""
-    text = f"{SUPERSEDED}incarnation {newest} writes this run now, and step {step} of incarnation {incarnation} lies above its cut"
+    text = f"{SUPERSEDED}incarnation {newest} went on from before step {step} of incarnation {incarnation}"
     error = Superseded(text, found=f"incarnation {newest}", expected=f"none above {incarnation}", step=step)
     return error, text
 

@@ -29,7 +29,9 @@ class Watch:
             self._look()
             return
         self._loop.add_reader(self._fd, self._look)
-        self._loop.call_soon(self._look)  # the id may have been another process's before the descriptor was made
+        self._loop.call_soon(
+            self._look
+        )  # the id may have been another process's before the descriptor was made
 
     def _look(self) -> None:
         if not self._process.alive():
