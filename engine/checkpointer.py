@@ -7,30 +7,30 @@ import logging
 import os
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
-from .agent.values import AgentSettings
+from .agent.client import fetch_arenas
 from .backends.api import Backend
 from .backends.open import open_backend
 from .config import config_hash, plain_config
-from .errors import BadOption, Closed, EverstepError
+from .discovery import find_run, open_arenas
+from .errors import BadOption, Closed, EverstepError, NotARun
 from .format.constants import CHUNK_BYTES
-from .format.records import IncarnationRecord, RunRecord
-from .format.records import decode_incarnation, decode_run, encode_incarnation, encode_run
+from .format.records import RunRecord, decode_incarnation, decode_run, encode_incarnation, encode_run
 from .handles import SaveHandle
 from .loading import Loader, Recovery, into_state
-from .memorytier import MemoryTier
+from .memory.arena import Arena
+from .memorytier import MemoryTier, Room
 from .opening import Origin, begin_incarnation
 from .places import locate
-from .policy import Memory, Policy
+from .policy import SHARED_MEMORY, Memory, Policy
 from .ranks import Ranks
-from .session import Session, adopted_of
+from .session import Session, agent_settings
 from .snapshot.estimate import estimate_slot_bytes
-from .state.trainstate import TrainState, as_train_state
+from .state.trainstate import TrainState
 from .store.blocking import run_blocking
 from .store.runs import open_run
 
@@ -38,6 +38,9 @@ log = logging.getLogger("everstep")
 
 _open: weakref.WeakValueDictionary[str, Checkpointer] = weakref.WeakValueDictionary()
 _open_lock = threading.Lock()
+
+STAGING_SLOTS = 2
+"""Without a memory tier: one being flushed, one being copied into."""
 
 
 class Checkpointer:
@@ -80,6 +83,11 @@ class Checkpointer:
         self._place = locate(root, node=node)
         self._backend: Backend = open_backend(self._place.url, shared=True)
         self._memory = memory
+        self._room = (
+            Room(memory.directory, memory.slots, required=memory.path is not None)
+            if memory is not None
+            else Room(SHARED_MEMORY, STAGING_SLOTS, private=True)
+        )
         self._policy = policy or Policy()
         self._config = plain_config(config)
         self._agent = agent
@@ -91,6 +99,7 @@ class Checkpointer:
         self._session: Session | None = None
         self._closed = False
         self._pid = os.getpid()
+        self._held: list[Arena] = []
         self.recovery: Recovery | None = None
         _close_former(self._place.url, self)
         atexit.register(_drain, weakref.ref(self))
@@ -115,18 +124,19 @@ class Checkpointer:
         self._check_usable()
         if self._session is not None:
             raise BadOption("load after the first step or save", hint="Make a new Checkpointer to go back.")
-        trained = as_train_state(state)
+        trained = TrainState.of(state)
         ranks, tier = self._meet()
         if self._origin.fresh is None:
-            loader = Loader(
-                self._backend, ranks, tier.directory, timeout_s=self._policy.rank_timeout_s, writes=True
-            )
-            found = loader.load(
-                into_state(trained, ranks.rank, ranks.world, allow),
-                step=step,
-                config=self._config,
-                config_reason=config_reason,
-            )
+            self._held = self._kept_by_agent()
+            with open_arenas(tier.directory, self._held) as arenas:
+                found = Loader(
+                    self._backend, ranks, arenas, timeout_s=self._policy.rank_timeout_s, writes=True
+                ).load(
+                    into_state(trained, ranks.rank, ranks.world, allow),
+                    step=step,
+                    config=self._config,
+                    config_reason=config_reason,
+                )
             self.recovery = found[0] if found is not None else None
         self._origin = self._origin_of(self.recovery, config_reason)
         self._reserve(trained)
@@ -144,7 +154,7 @@ class Checkpointer:
         Raises StepOrder, UnsupportedValue, Superseded, NotLoaded, RunInUse, and failures of former flushes by
         policy.
         """
-        return self._writing(state).step(step, as_train_state(state), metrics)
+        return self._writing(state).step(step, TrainState.of(state), metrics)
 
     def save(
         self,
@@ -154,7 +164,7 @@ class Checkpointer:
     ) -> SaveHandle:
         """One full checkpoint of ``step``, whatever the policy says; every rank calls it. Returns when the copy is
         done; ``wait`` on the handle for durability."""
-        return self._writing(state).save(step, as_train_state(state), metrics)
+        return self._writing(state).save(step, TrainState.of(state), metrics)
 
     def close(self, *, flush: bool = True) -> None:
         """Make the newest snapshot durable (unless ``flush`` is False), end the session, and raise what went wrong.
@@ -205,7 +215,7 @@ class Checkpointer:
         if self._ranks is None:
             self._ranks = Ranks.detect(self._place.url)
         if self._tier is None:
-            self._tier = MemoryTier(self._place, self._memory, self._ranks.rank)
+            self._tier = MemoryTier(self._place, self._room, self._ranks.rank)
         return self._ranks, self._tier
 
     def _origin_of(self, recovery: Recovery | None, config_reason: str | None) -> Origin:
@@ -220,27 +230,40 @@ class Checkpointer:
             loosened=recovery.loosened,
         )
 
+    def _kept_by_agent(self) -> list[Arena]:
+        """Arenas without a path that a former process of this node left with the agent."""
+        if self._agent != "process" or not self._place.runtime_dir.is_dir():
+            return []
+        held = fetch_arenas(agent_settings(self._place, self._policy, CHUNK_BYTES))
+        arenas = []
+        for one in held:
+            if one.fd is not None:
+                arenas.append(Arena.attach_fd(one.fd))
+                os.close(one.fd)
+        return arenas
+
     def _reserve(self, state: TrainState) -> None:
         """Room for the slots, before the first step: too little is told here, by all ranks."""
         ranks, tier = self._meet()
 
         def reserve() -> None:
-            need = self._memory.bytes or estimate_slot_bytes(state)
-            run_id, chunk_bytes = self._known_run()
-            tier.reserve(need, chunk_bytes=chunk_bytes, adopted=self._origin.adopted, run_id=run_id)
+            given = self._memory.bytes if self._memory is not None else None
+            run = find_run(self._backend)
+            tier.reserve(
+                given or estimate_slot_bytes(state),
+                chunk_bytes=run.chunk_bytes if run is not None else CHUNK_BYTES,
+                adopted=self._origin.adopted,
+                run_id=run.run_id if run is not None else "",
+                held=self._held,
+            )
+            self._held = []
 
         ranks.together("reserving memory", reserve, timeout_s=self._policy.rank_timeout_s)
-
-    def _known_run(self) -> tuple[str, int]:
-        from .discovery import find_run
-
-        run = find_run(self._backend)
-        return (run.run_id, run.chunk_bytes) if run is not None else ("", CHUNK_BYTES)
 
     def _writing(self, state: TrainState | Mapping[str, Any]) -> Session:
         self._check_usable()
         if self._session is None:
-            self._session = self._open(as_train_state(state))
+            self._session = self._open(TrainState.of(state))
         return self._session
 
     def _open(self, state: TrainState) -> Session:
@@ -272,14 +295,21 @@ class Checkpointer:
 
         def start() -> Session:
             return Session(
-                self._place, ranks, self._policy, self._memory, tier, run, record, agent=self._agent
+                self._place,
+                ranks,
+                self._policy,
+                tier,
+                run,
+                record,
+                agent=self._agent,
+                slots=self._room.slots,
+                overlap=self._memory is not None and self._memory.copy == "overlap",
+                memory=self._memory is not None,
             )
 
         return ranks.together("opening the run", start, timeout_s=timeout_s)
 
     def _see_run(self, run: RunRecord) -> None:
-        from .errors import NotARun
-
         seen = run_blocking(open_run(self._backend))
         if seen.run_id != run.run_id:
             raise NotARun(

@@ -38,7 +38,7 @@ class Held:
     step: int
     rank: int
     world: int
-    path: Path
+    arena: Arena
     index: int
     generation: int
 
@@ -65,15 +65,26 @@ def find_run(backend: Backend) -> RunRecord | None:
         return None
 
 
-def look_in_memory(directory: Path, run_id: str) -> list[Held]:
-    """All snapshots of the run in this node's arenas."""
+@contextlib.contextmanager
+def open_arenas(directory: Path, kept: Sequence[Arena] = ()) -> Iterator[list[Arena]]:
+    """All readable arenas in ``directory``, and ``kept``, which stay the caller's; closed at the end."""
+    with contextlib.ExitStack() as stack:
+        found = list(kept)
+        for info in find_arenas(directory):
+            if info.path is not None:
+                with contextlib.suppress(FileNotFoundError, EverstepError):
+                    found.append(stack.enter_context(Arena.attach(info.path)))
+        yield found
+
+
+def look_in_memory(arenas: Sequence[Arena], run_id: str) -> list[Held]:
+    """All snapshots of the run in ``arenas``."""
     held: list[Held] = []
-    for info in find_arenas(directory):
-        if info.run_id != run_id or info.path is None:
-            continue
-        with contextlib.suppress(FileNotFoundError, EverstepError), Arena.attach(info.path) as arena:
+    for arena in arenas:
+        info = arena.info
+        if info.run_id == run_id:
             held += [
-                Held(s.incarnation, s.step, info.rank, info.world, info.path, s.index, s.generation)
+                Held(s.incarnation, s.step, info.rank, info.world, arena, s.index, s.generation)
                 for s in arena.snapshots()
             ]
     return held
@@ -164,9 +175,8 @@ def pinned(held: Sequence[Held], key: Key) -> Iterator[dict[int, Pinned]]:
         for one in held:
             if one.key == key:
                 try:
-                    arena = stack.enter_context(Arena.attach(one.path))
-                    pins[one.rank] = stack.enter_context(arena.pin(one.index, one.generation))
-                except (SlotGone, FileNotFoundError) as error:
+                    pins[one.rank] = stack.enter_context(one.arena.pin(one.index, one.generation))
+                except SlotGone as error:
                     raise Pruned(
                         f"the snapshot of step {key[1]} left memory while it was looked for", step=key[1]
                     ) from error

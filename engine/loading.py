@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from .backends.api import Backend
@@ -21,8 +20,10 @@ from .errors import Damaged, EverstepError, NoCheckpoint, NotARun, Pruned, State
 from .format.layout import Layout
 from .format.manifest import Manifest
 from .format.records import RunRecord
+from .memory.arena import Arena
 from .plan.reads import plan_reads
 from .ranks import Ranks
+from .state.codec import StateImage
 from .state.restore import plan_restore, plan_values
 from .state.trainstate import TrainState
 from .store.blocking import run_blocking
@@ -55,7 +56,7 @@ class Filled:
     tier: str
     nbytes: int
     loosened: tuple[str, ...] = ()
-    values: dict[str, Any] | None = None
+    values: Any = None
 
 
 Reading = Callable[[Sequence[Source]], Filled]
@@ -63,11 +64,11 @@ Reading = Callable[[Sequence[Source]], Filled]
 
 
 class Loader:
-    """One load by all ranks together. ``arenas`` is this node's directory of arenas; None leaves memory out.
+    """One load by all ranks together. ``arenas`` are those that this node has of the run (they stay the caller's).
     ``writes`` allows to commit an attempt whose votes are all in but whose manifest is missing."""
 
     def __init__(
-        self, backend: Backend, ranks: Ranks, arenas: Path | None, *, timeout_s: float, writes: bool = False
+        self, backend: Backend, ranks: Ranks, arenas: Sequence[Arena], *, timeout_s: float, writes: bool = False
     ) -> None:
         self._backend = backend
         self._ranks = ranks
@@ -97,7 +98,8 @@ class Loader:
         while True:
             found = self._next(proposals, config, config_reason)
             if found is None:
-                return self._nothing(step)
+                self._nothing(step)
+                return None
             candidate, changes = found
             what = f"loading step {candidate.step}"
 
@@ -146,7 +148,7 @@ class Loader:
 
     def _proposals(self, run: RunRecord, step: int | None) -> Proposals | None:
         """On rank 0 what may be loaded, given what all ranks' nodes hold in memory; elsewhere None."""
-        self._held = look_in_memory(self._arenas, run.run_id) if self._arenas is not None else []
+        self._held = look_in_memory(self._arenas, run.run_id)
         complete = sorted(complete_in_memory(self._held))
         everywhere = self._ranks.agree("looking into memory", complete, timeout_s=self._timeout_s)
         common = set.intersection(*({(key[0], key[1]) for key in keys} for keys in everywhere))
@@ -189,7 +191,6 @@ class Loader:
                 hint="Look with `everstep fsck`; to start again from nothing, open with fresh=\"why\".",
                 name=self._backend.url,
             )
-        return None
 
     def _skip(self, candidate: Candidate, errors: dict[int, EverstepError]) -> None:
         told = "; ".join(f"rank {rank}: {error}" for rank, error in sorted(errors.items()))
@@ -231,8 +232,9 @@ def into_state(state: TrainState, rank: int, world: int | None, allow: Collectio
     def read(sources: Sequence[Source]) -> Filled:
         _check_world(sources[0], rank, world)
         data, layouts = first_good(sources, rank)
-        plan = plan_restore(state, data, layouts[rank].entries, allow=allow)
-        report = fill_targets(sources, rank, layouts, plan.targets)
+        image = StateImage(data, name=f"state image of rank {rank}")
+        plan = plan_restore(state, image, layouts[rank].entries, allow=allow)
+        report = fill_targets(sources, rank, layouts, plan.views())
         return Filled(_tier(sources), report.nbytes, tuple(plan.finish()))
 
     return read
@@ -244,8 +246,9 @@ def as_values(rank: int, parts: Collection[str] | None) -> Reading:
     def read(sources: Sequence[Source]) -> Filled:
         _check_world(sources[0], rank, None)
         data, layouts = first_good(sources, rank)
-        plan = plan_values(data, layouts[rank].entries, parts=parts)
-        report = fill_targets(sources, rank, layouts, plan.targets)
+        image = StateImage(data, name=f"state image of rank {rank}")
+        plan = plan_values(image, layouts[rank].entries, parts=parts)
+        report = fill_targets(sources, rank, layouts, plan.views())
         return Filled(_tier(sources), report.nbytes, values=plan.finish())
 
     return read
@@ -287,8 +290,9 @@ def fill_targets(
     sources: Sequence[Source], rank: int, layouts: Sequence[Layout], targets: Mapping[int, memoryview]
 ) -> FillReport:
     """Read the bytes of ``targets`` (by entry index of the rank's layout)."""
+    wanted = sorted(targets)
     reads = plan_reads([layouts[rank].entries[index] for index in wanted], layouts, rank)
-    report = run_blocking(fill(sources, reads, targets))
+    report = run_blocking(fill(sources, reads, {at: targets[index] for at, index in enumerate(wanted)}))
     for fallback in report.fallbacks:
         warnings.warn(
             f"everstep: {fallback.source}: {fallback.error}; the bytes came from {fallback.served_by}",

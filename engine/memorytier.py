@@ -10,15 +10,17 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .errors import CapacityError, MemoryTooSmall
 from .memory.arena import Arena
 from .memory.directory import arena_dir, clean, find_arenas
+from .memory.info import ArenaInfo
 from .memory.process import Process
 from .memory.slots import WriteSlot
 from .places import Place
-from .policy import Memory
 
 POLL_MIN_S = 0.0005
 POLL_MAX_S = 0.05
@@ -28,12 +30,23 @@ GROWTH = 1.25
 Key = tuple[int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How arenas are made. ``private``: not for recovery, only to copy into before a flush. ``required``: shared
+    memory was asked for by name, so too little of it is an error."""
+
+    base: Path
+    slots: int
+    required: bool = False
+    private: bool = False
+
+
 class MemoryTier:
     """One rank's arena and its neighbours'. Used from the trainer's thread only."""
 
-    def __init__(self, place: Place, memory: Memory, rank: int) -> None:
+    def __init__(self, place: Place, room: Room, rank: int) -> None:
         self._place = place
-        self._memory = memory
+        self._room = room
         self._rank = rank
         self._world = 1
         self.local_ranks = 1
@@ -44,7 +57,7 @@ class MemoryTier:
         self._incarnation = 0
         self._adopted: Key | None = None
         self._run_id = ""
-        self.is_shared = True
+        self.is_shared = not room.private
 
     @property
     def arena(self) -> Arena:
@@ -57,15 +70,18 @@ class MemoryTier:
 
     @property
     def directory(self) -> Path:
-        return arena_dir(self._memory.directory, self._place.run_key)
+        return arena_dir(self._room.base, self._place.run_key)
 
-    def reserve(self, slot_bytes: int, *, chunk_bytes: int, adopted: Key | None, run_id: str) -> None:
+    def reserve(
+        self, slot_bytes: int, *, chunk_bytes: int, adopted: Key | None, run_id: str, held: Sequence[Arena]
+    ) -> None:
         """Have an arena with slots of at least ``slot_bytes``: the one a former process of this rank left, if it
-        fits or holds the adopted snapshot, else a new one. Raises MemoryTooSmall before training starts."""
+        fits, else a new one; what holds the adopted snapshot is kept beside it. ``held`` are arenas without a
+        path, that the agent kept. Raises MemoryTooSmall before training starts."""
         if self._arena is not None:
             return
         self._adopted = adopted
-        left = self._left_behind(adopted, run_id, chunk_bytes)
+        left = None if self._room.private else self._left_behind(adopted, run_id, chunk_bytes, held)
         if left is not None and left.info.slot_bytes >= slot_bytes:
             self._arena = left
             return
@@ -107,7 +123,7 @@ class MemoryTier:
             if time.monotonic() > until:
                 raise CapacityError(
                     f"no slot became free for step {step}",
-                    found=f"all {self._memory.slots} slots in use for {timeout_s:g} s",
+                    found=f"all {self._room.slots} slots in use for {timeout_s:g} s",
                     expected="a flush to end, or the other ranks to reach this step",
                     hint="Look at the agent's log and the other ranks; more slots or a lower flush rate also help.",
                     step=step,
@@ -123,8 +139,8 @@ class MemoryTier:
         if newest is None or newest[0] != self._incarnation:
             return
         for arena in self._outgrown:
-            arena.close()
             arena.unlink()
+            arena.close()
         self._outgrown.clear()
         if self._rank == 0 and self.is_shared:
             clean(self.directory, keep=lambda info: info.run_id == self._run_id and info.incarnation >= self._incarnation)
@@ -135,63 +151,62 @@ class MemoryTier:
             arena.close()
         self._neighbours.clear()
         for arena in [*self._outgrown, *([self._arena] if self._arena else [])]:
-            arena.release()
-            arena.close()
             if remove:
                 arena.unlink()
+            arena.close()
         self._outgrown.clear()
         self._arena = None
 
-    def _left_behind(self, adopted: Key | None, run_id: str, chunk_bytes: int) -> Arena | None:
+    def _left_behind(
+        self, adopted: Key | None, run_id: str, chunk_bytes: int, held: Sequence[Arena]
+    ) -> Arena | None:
         """The arena of a dead process of this rank: the one with the adopted snapshot, else the largest."""
-        found: list[Arena] = []
-        for info in find_arenas(self.directory):
-            usable = info.rank == self._rank and info.chunk_bytes == chunk_bytes and info.slots == self._memory.slots
-            ours = info.run_id in ("", run_id) and (info.owner is None or not info.owner.alive())
-            if usable and ours and info.path is not None:
-                found.append(Arena.attach(info.path))
+        found = [Arena.attach(info.path) for info in find_arenas(self.directory) if info.path and self._ours(info, run_id)]
+        found += [arena for arena in held if self._ours(arena.info, run_id)]
+        fitting = [a for a in found if a.info.chunk_bytes == chunk_bytes and a.info.slots == self._room.slots]
 
         def worth(arena: Arena) -> tuple[bool, int]:
             holds = any((s.incarnation, s.step) == adopted for s in arena.snapshots())
             return holds, arena.info.slot_bytes
 
-        found.sort(key=worth)
-        best = found.pop() if found else None
+        best = max(fitting, key=worth, default=None)
         for arena in found:
-            arena.close()
+            if arena is not best:
+                arena.close()
+        if best is not None:
+            self.is_shared = best.info.path is not None
+            best.populate("now")
         return best
 
+    def _ours(self, info: ArenaInfo, run_id: str) -> bool:
+        """Left by a process of this rank that is gone."""
+        alive = info.owner is not None and info.owner.alive()
+        return info.rank == self._rank and info.run_id in ("", run_id) and not alive
+
     def _create(self, slot_bytes: int, chunk_bytes: int) -> Arena:
-        try:
-            return Arena.create(
-                self.directory,
-                run_key=self._place.run_key,
-                node=self._place.node,
-                rank=self._rank,
-                world=self._world,
-                slots=self._memory.slots,
-                slot_bytes=slot_bytes,
-                chunk_bytes=chunk_bytes,
-            )
-        except MemoryTooSmall as error:
-            if self._memory.path is not None:
-                raise
-            warnings.warn(
-                f"everstep: {error} Snapshots go to memory shared with the agent only: they survive the training "
-                "process, but not the agent or a restart of the container.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        make: dict[str, Any] = {
+            "run_key": self._place.run_key,
+            "node": self._place.node,
+            "rank": self._rank,
+            "world": self._world,
+            "slots": self._room.slots,
+            "slot_bytes": slot_bytes,
+            "chunk_bytes": chunk_bytes,
+        }
+        if not self._room.private:
+            try:
+                return Arena.create(self.directory, **make)
+            except MemoryTooSmall as error:
+                if self._room.required:
+                    raise
+                warnings.warn(
+                    f"everstep: {error} Snapshots go to memory that is shared with the agent only: they survive the "
+                    "training process, but not the agent or a restart of the container.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         self.is_shared = False
-        return Arena.create_memfd(
-            run_key=self._place.run_key,
-            node=self._place.node,
-            rank=self._rank,
-            world=self._world,
-            slots=self._memory.slots,
-            slot_bytes=slot_bytes,
-            chunk_bytes=chunk_bytes,
-        )
+        return Arena.create_memfd(**make)
 
     def _grow(self, need_bytes: int) -> None:
         old = self.arena
@@ -218,7 +233,3 @@ class MemoryTier:
                 known.close()
             self._neighbours[rank] = Arena.attach(path)
 
-
-def regions_bytes(sizes: Sequence[int]) -> int:
-    """Room for regions of these sizes, each padded to 4 KiB."""
-    return sum(-(-size // 4096) * 4096 for size in sizes)

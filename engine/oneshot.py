@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from .backends.open import open_backend
-from .discovery import Proposals, find_run
-from .errors import NoCheckpoint, NotARun, StepOrder
-from .format.constants import CHUNK_BYTES
+from .discovery import find_run, open_arenas
+from .errors import NoCheckpoint, NotARun
 from .loading import Loader, as_values, into_state
-from .memory.directory import arena_dir
 from .places import locate
+from .policy import SHARED_MEMORY
 from .ranks import Ranks
-from .state.trainstate import TrainState, as_train_state
+from .state.trainstate import TrainState
 
 RANK_TIMEOUT_S = 60.0
 
@@ -36,10 +35,9 @@ def load(
     """
     place = locate(root)
     backend = open_backend(place.url, shared=True)
-    arenas = arena_dir(Path("/dev/shm"), place.run_key)
-    loader = Loader(backend, Ranks.alone(), arenas, timeout_s=RANK_TIMEOUT_S)
-    read = as_values(rank, parts) if into is None else into_state(as_train_state(into), rank, None, allow)
-    found = loader.load(read, step=step)
+    read = as_values(rank, parts) if into is None else into_state(TrainState.of(into), rank, None, allow)
+    with open_arenas(SHARED_MEMORY / f"everstep-{os.getuid()}" / place.run_key) as arenas:
+        found = Loader(backend, Ranks.alone(), arenas, timeout_s=RANK_TIMEOUT_S).load(read, step=step)
     if found is None:
         _explain_nothing(root, place.url)
     assert found is not None

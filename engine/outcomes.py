@@ -55,7 +55,8 @@ class Outcomes:
             )
             return
         if progress.stage == "superseded":
-            self.superseded = _as_error(progress, Superseded)
+            found = _as_error(progress, Superseded)
+            self.superseded = found if isinstance(found, Superseded) else None
         if progress.stage not in FINISHED or progress.step not in self._flushes:
             return
         if self._flushes[progress.step] is not None:

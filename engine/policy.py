@@ -10,6 +10,7 @@ from typing import Literal
 
 from .errors import BadOption
 
+SHARED_MEMORY = Path("/dev/shm")
 SLOTS_MIN = 3
 SLOTS_MAX = 64
 
@@ -42,7 +43,7 @@ class Memory:
 
     @property
     def directory(self) -> Path:
-        return Path(self.path) if self.path is not None else Path("/dev/shm")
+        return Path(self.path) if self.path is not None else SHARED_MEMORY
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,11 +28,8 @@ POLL_MAX_S = 0.02
 _openings: collections.Counter[str] = collections.Counter()
 
 
-class _Store(Protocol):
-    def set(self, key: str, value: bytes) -> Any: ...
-    def get(self, key: str) -> bytes: ...
-    def wait(self, keys: list[str], timeout: timedelta) -> Any: ...
-    def check(self, keys: list[str]) -> bool: ...
+_Store = Any
+"""torch.distributed.Store: ``set``, ``get``, ``wait`` and ``check``; its stubs do not say so."""
 
 
 class Ranks:
@@ -42,7 +39,7 @@ class Ranks:
     the same order.
     """
 
-    def __init__(self, rank: int, world: int, store: _Store | None, *, scope: str) -> None:
+    def __init__(self, rank: int, world: int, store: _Store, *, scope: str) -> None:
         self.rank = rank
         self.world = world
         self._store = store
@@ -57,7 +54,7 @@ class Ranks:
         import torch.distributed as dist
 
         if dist.is_available() and dist.is_initialized():
-            store = dist.distributed_c10d._get_default_store()
+            store: _Store = dist.distributed_c10d._get_default_store()
             return cls(dist.get_rank(), dist.get_world_size(), store if dist.get_world_size() > 1 else None, scope=scope)
         world = int(os.environ.get("WORLD_SIZE", "1"))
         rank = int(os.environ.get("RANK", "0"))
@@ -179,7 +176,7 @@ class Ranks:
         assert self._store is not None
         try:
             self._store.wait([key], timedelta(seconds=timeout_s))
-            return self._store.get(key)
+            return bytes(self._store.get(key))
         except Exception as error:
             raise _silent(what, timeout_s) from error
 
@@ -195,7 +192,7 @@ def _silent(what: str, timeout_s: float) -> RankError:
 
 def _environment_store(rank: int, world: int) -> _Store:
     """The launcher's store, where it offers one, else one hosted by rank 0 at MASTER_ADDR:MASTER_PORT."""
-    import torch.distributed as dist
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     host = os.environ.get("MASTER_ADDR")
     port = os.environ.get("MASTER_PORT")
@@ -208,5 +205,5 @@ def _environment_store(rank: int, world: int) -> _Store:
             ranks=[rank],
         )
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(host, int(port), world, is_master=rank == 0 and not hosted, multi_tenant=True, wait_for_workers=False)
-    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = TCPStore(host, int(port), world, is_master=rank == 0 and not hosted, multi_tenant=True, wait_for_workers=False)
+    return PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import platform
-import time
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from .agent.client import AgentClient
-from .agent.values import AgentSettings, Hello, Progress
+from .agent.values import AgentSettings, Hello
 from .config import plain_metrics
 from .decisions import Decisions
 from .errors import StepOrder
@@ -22,7 +20,7 @@ from .memorytier import Key, MemoryTier
 from .outcomes import Outcomes
 from .places import Place
 from .plan.retention import Retention
-from .policy import Memory, Policy
+from .policy import Policy
 from .ranks import Ranks
 from .snapshots import Snapshots, Taken
 from .state.trainstate import TrainState
@@ -39,13 +37,16 @@ class Session:
         place: Place,
         ranks: Ranks,
         policy: Policy,
-        memory: Memory,
         tier: MemoryTier,
         run: RunRecord,
         record: IncarnationRecord,
         *,
-        agent: str,
+        agent: Literal["process", "inline"],
+        slots: int,
+        overlap: bool,
+        memory: bool,
     ) -> None:
+        self._memory = memory
         self._ranks = ranks
         self._policy = policy
         self._tier = tier
@@ -54,8 +55,8 @@ class Session:
         tier.open(run_id=run.run_id, incarnation=record.number, adopted=adopted, world=ranks.world)
         self._client = self._connect(place, policy, run, agent, adopted)
         self.outcomes = Outcomes(policy)
-        self._decisions = Decisions(ranks, policy, start=adopted[1] if adopted else 0, unfinished_max=memory.slots - 2)
-        self._snapshots = Snapshots(tier, ranks, overlap=memory.copy == "overlap")
+        self._decisions = Decisions(ranks, policy, start=adopted[1] if adopted else 0, unfinished_max=max(1, slots - 2))
+        self._snapshots = Snapshots(tier, ranks, overlap=overlap)
         self._pending: Taken | None = None
         self._last_step = adopted[1] if adopted is not None else -1
 
@@ -81,7 +82,7 @@ class Session:
         if decision.wait:
             for old in self.outcomes.unfinished():
                 self.outcomes.wait(old, self._policy.close_timeout_s, self._look)
-        if not decision.snapshot and not decision.flush:
+        if not decision.flush and not (decision.snapshot and self._memory):
             return None
         self._snapshot(step, state, metrics, late=True)
         return self._flush(step) if decision.flush else None
@@ -235,19 +236,8 @@ class Session:
             self.outcomes.note(progress)
 
     def _connect(
-        self, place: Place, policy: Policy, run: RunRecord, agent: str, adopted: Key | None
+        self, place: Place, policy: Policy, run: RunRecord, agent: Literal["process", "inline"], adopted: Key | None
     ) -> AgentClient:
-        settings = AgentSettings(
-            root=place.url,
-            run_key=place.run_key,
-            node=place.node,
-            runtime_dir=place.runtime_dir,
-            rate_bytes_per_s=policy.rate_bytes_per_s,
-            retention=Retention(keep_last=policy.keep_last, keep_every=policy.keep_every),
-            linger_s=policy.linger_s,
-            commit_timeout_s=policy.commit_timeout_s,
-            chunk_bytes=run.chunk_bytes,
-        )
         arena = self._tier.arena
         hello = Hello(
             run_id=run.run_id,
@@ -258,8 +248,23 @@ class Session:
             process=Process.current(),
             arena=arena.info.path or arena.fileno(),
         )
-        mode = "inline" if agent == "inline" else "process"
-        return AgentClient.connect(settings, hello, mode=mode, timeout_s=CONNECT_TIMEOUT_S)
+        settings = agent_settings(place, policy, run.chunk_bytes)
+        return AgentClient.connect(settings, hello, mode=agent, timeout_s=CONNECT_TIMEOUT_S)
+
+
+def agent_settings(place: Place, policy: Policy, chunk_bytes: int) -> AgentSettings:
+    """What this run tells its agent."""
+    return AgentSettings(
+        root=place.url,
+        run_key=place.run_key,
+        node=place.node,
+        runtime_dir=place.runtime_dir,
+        rate_bytes_per_s=policy.rate_bytes_per_s,
+        retention=Retention(keep_last=policy.keep_last, keep_every=policy.keep_every),
+        linger_s=policy.linger_s,
+        commit_timeout_s=policy.commit_timeout_s,
+        chunk_bytes=chunk_bytes,
+    )
 
 
 def adopted_of(record: IncarnationRecord) -> Key | None:

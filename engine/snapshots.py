@@ -136,8 +136,7 @@ class Snapshots:
             return frozenset()
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return frozenset()
-        owned = state.late_tensors()
-        return frozenset(index for index, leaf in enumerate(flat.leaves) if leaf.tensor.data_ptr() in owned)
+        return frozenset(state.late_tensors(flat.leaves))
 
     def _before_optimizer(self) -> None:
         began = time.perf_counter()
