@@ -1,0 +1,161 @@
+"""Objects with ``state_dict()`` and ``load_state_dict()``: asking them, and what is known of torch's own."""
+
+from __future__ import annotations
+
+import collections
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..errors import StateError
+
+_WRAPPED_IN = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
+
+
+def is_stateful(value: object) -> bool:
+    """Whether ``value`` is an object that can be asked for its state and given it back."""
+    return (
+        not isinstance(value, type)
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+    )
+
+
+def inner_of(module: object) -> torch.nn.Module | None:
+    """The module inside a DDP, DataParallel or compile wrapper; None if ``module`` is no wrapper."""
+    if isinstance(module, (torch.nn.parallel.DistributedDataParallel, torch.nn.parallel.DataParallel)):
+        return module.module
+    # A compiled module exists only where this is imported already; importing it costs a second.
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    optimized = getattr(eval_frame, "OptimizedModule", None)
+    if optimized is not None and isinstance(module, optimized):
+        found: torch.nn.Module = module._orig_mod  # type: ignore[attr-defined]
+        return found
+    return None
+
+
+def unwrap(value: object) -> Any:
+    """``value`` without the wrappers around it."""
+    while (inner := inner_of(value)) is not None:
+        value = inner
+    return value
+
+
+def state_of(value: Any, where: str) -> Any:
+    """What ``value.state_dict()`` gives now, keys of modules without their wrappers' prefixes."""
+    value = unwrap(value)
+    content = value.state_dict()
+    if isinstance(value, torch.nn.Module) and isinstance(content, dict):
+        content = _renamed(content, _wrapper_prefixes(value, content), where)
+    return content
+
+
+def with_prefixes(module: torch.nn.Module, content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The inverse of the renaming of :func:`state_of`: keys as ``module`` itself (unwrapped) names them."""
+    own = module.state_dict()
+    prefixes = _wrapper_prefixes(module, own)
+    if not prefixes:
+        return content
+    names = {_strip(key, prefixes): key for key in own}
+    out = collections.OrderedDict((names.get(key, key), value) for key, value in content.items())
+    metadata = getattr(content, "_metadata", None)
+    if metadata is not None:
+        own_metadata = getattr(own, "_metadata", {})
+        found = {_strip(f"{key}.", prefixes)[:-1]: key for key in own_metadata}
+        out._metadata = {found.get(key, key): item for key, item in metadata.items()}  # type: ignore[attr-defined]
+    return out
+
+
+def _wrapper_prefixes(module: torch.nn.Module, content: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(prefix with the wrapper's part, prefix without) of every wrapper inside ``module``, innermost first."""
+    joined = "\n".join(key for key in content if isinstance(key, str))
+    if not any(f"{name}." in joined for name in _WRAPPED_IN.values()):
+        return []
+    found = [
+        (f"{name}.{_WRAPPED_IN[kind]}.", f"{name}.")
+        for name, child in module.named_modules(remove_duplicate=False)
+        if name and inner_of(child) is not None
+        for kind in [cls.__name__ for cls in type(child).__mro__ if cls.__name__ in _WRAPPED_IN][:1]
+    ]
+    return sorted(found, key=lambda pair: -len(pair[0]))
+
+
+def _strip(key: str, prefixes: list[tuple[str, str]]) -> str:
+    for prefix, without in prefixes:
+        if key.startswith(prefix):
+            key = without + key[len(prefix) :]
+    return key
+
+
+def _renamed(content: dict[str, Any], prefixes: list[tuple[str, str]], where: str) -> dict[str, Any]:
+    if not prefixes:
+        return content
+    out: collections.OrderedDict[str, Any] = collections.OrderedDict()
+    for key, value in content.items():
+        name = _strip(key, prefixes)
+        if name in out:
+            raise StateError(f"{where}: two keys become one without their wrappers", found=key, path=f"{where}/{name}")
+        out[name] = value
+    metadata = getattr(content, "_metadata", None)
+    if metadata is not None:
+        # Wrappers have metadata of their own, at the place that the module inside takes: the inner one wins.
+        kept = collections.OrderedDict((_strip(f"{key}.", prefixes)[:-1], item) for key, item in metadata.items())
+        out._metadata = kept  # type: ignore[attr-defined]
+    return out
+
+
+def ddp_modules(value: object) -> Iterator[torch.nn.parallel.DistributedDataParallel]:
+    """Every DDP wrapper in ``value``, itself included."""
+    if isinstance(value, torch.nn.Module):
+        for child in value.modules():
+            if isinstance(child, torch.nn.parallel.DistributedDataParallel):
+                yield child
+
+
+def replicated_parameters(value: object) -> list[torch.nn.Parameter]:
+    """The parameters that DDP keeps equal on all ranks."""
+    found: list[torch.nn.Parameter] = []
+    for wrapper in ddp_modules(value):
+        ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
+        if ignored:
+            named = wrapper.module.named_parameters(remove_duplicate=False)
+            found += [parameter for name, parameter in named if name not in ignored]
+        else:
+            found += wrapper.module.parameters()
+    return found
+
+
+def is_plain_module(module: torch.nn.Module) -> bool:
+    """Whether loading a state dict into ``module`` is nothing but copying into its own tensors: no hooks, no
+    methods of its own, no extra state."""
+    base = torch.nn.Module
+    return (
+        _from_torch(module, "load_state_dict", "state_dict")
+        and type(module).load_state_dict is base.load_state_dict
+        and all(
+            not child._load_state_dict_pre_hooks
+            and not child._load_state_dict_post_hooks
+            and not child._state_dict_hooks
+            and not child._state_dict_pre_hooks
+            and _from_torch(child, "_load_from_state_dict", "_save_to_state_dict", "state_dict")
+            and type(child).get_extra_state is base.get_extra_state
+            and type(child).set_extra_state is base.set_extra_state
+            for child in module.modules()
+        )
+    )
+
+
+def _from_torch(module: torch.nn.Module, *methods: str) -> bool:
+    return all(
+        name not in module.__dict__ and getattr(type(module), name).__module__.startswith(("torch.nn.", "torch._dynamo."))
+        for name in methods
+    )
+
+
+def named_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters of ``module`` (unwrapped), each once, named as :func:`state_of` names them."""
+    named = dict(module.named_parameters())
+    prefixes = _wrapper_prefixes(module, named)
+    return {_strip(name, prefixes): parameter for name, parameter in named.items()} if prefixes else named

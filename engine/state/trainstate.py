@@ -1,0 +1,271 @@
+"""All of a trainer's state under one roof."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import BadOption, StateError
+from ..format.layout import Scope
+from . import objects
+from .grads import Gradients
+from .registry import ObjectState, type_name
+from .rng import RandomState
+from .tree import Leaf
+
+BARE_PART = "bare_value"
+"""The one part of a state that is no mapping of parts: a tensor, a list, a number, a large dict."""
+
+PARTS_MAX = 64
+"""A plain dict with more keys than this is one value, not so many parts (each part is a file of its own)."""
+
+_POSITION_ITEMS_MAX = 16
+
+DATA_KINDS = ("finite", "stream")
+
+
+class TrainState:
+    """What a training run consists of, to be saved and restored together.
+
+    ``model``, ``optimizer``, ``scheduler``, ``scaler``, ``loader``, ``ema`` and every further keyword may be
+    anything with ``state_dict()`` and ``load_state_dict()``, a tensor, or plain values, or a list or dict of these;
+    each is a *part*. They are asked for their state anew at every save, and restored in place. ``rng``: the random
+    number generators of Python, numpy and torch. ``grads=True`` stores the gradients of the model and
+    ``micro_step`` (which the trainer keeps up to date), so that a save between two optimizer steps is exact.
+    ``extra``: a dict of further values, updated in place by a load. ``data``: "finite" or "stream", what the loader
+    reads. ``replicated``: parts whose tensors the user promises to be equal on all ranks, besides what DDP says.
+
+    Used from the trainer's thread only. Nothing of the state is kept between calls.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        loader: Any = None,
+        *,
+        rng: bool = True,
+        ema: Any = None,
+        grads: bool = False,
+        micro_step: int | None = None,
+        extra: dict[str, Any] | None = None,
+        data: str | None = None,
+        replicated: Collection[str] = (),
+        **parts: Any,
+    ) -> None:
+        if data is not None and data not in DATA_KINDS:
+            raise BadOption("data= names no kind of data", found=data, expected=DATA_KINDS)
+        if grads and model is None:
+            raise BadOption("grads=True needs a model")
+        reserved = sorted({"rng", "grads", "extra", BARE_PART} & set(parts))
+        if reserved:
+            raise BadOption("a part of this name exists already", found=reserved)
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.scaler = scaler
+        self.loader = loader
+        self.ema = ema
+        self.extra = {} if extra is None else extra
+        self.micro_step = micro_step
+        self.data = data
+        self.replicated = frozenset({replicated} if isinstance(replicated, str) else replicated)
+        self.others: dict[str, Any] = parts
+        self._grads = Gradients(self) if grads else None
+        self._rng = RandomState() if rng else None
+        self._root: Any = None
+        self._global_addresses: frozenset[int] = frozenset()
+        self._global_state: dict[tuple[str, tuple[Any, ...]], frozenset[int]] = {}
+        self._position: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, value: Any) -> TrainState:
+        """``value`` itself if it is a TrainState; else one that holds it.
+
+        A plain dict with text keys (at most :data:`PARTS_MAX`) gives its items as parts; anything else is one part,
+        :data:`BARE_PART`.
+        """
+        if isinstance(value, TrainState):
+            return value
+        state = cls(rng=False)
+        if _is_mapping_of_parts(value):
+            state.others, state._root = value, value
+        else:
+            state.others = {BARE_PART: value}
+        return state
+
+    def live_parts(self) -> dict[str, Any]:
+        """{part: the live object}, without those that are None."""
+        named = {
+            "model": self.model,
+            "ema": self.ema,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "scaler": self.scaler,
+            "grads": self._grads,
+            "loader": self.loader,
+            "extra": self.extra or None,
+            "rng": self._rng,
+        }
+        found = {part: value for part, value in named.items() if value is not None}
+        return {**found, **self.others}
+
+    def parts(self) -> dict[str, Any]:
+        """{part: its state}, asked now. Raises StateError where a save at this point could not be exact."""
+        self._check_micro_step()
+        self._find_replicated()
+        found: dict[str, Any] = {}
+        for part, value in self.live_parts().items():
+            if objects.is_stateful(value) and not isinstance(value, torch.Tensor):
+                name = type_name(type(objects.unwrap(value)))
+                found[part] = ObjectState(name, objects.state_of(value, part))
+            else:
+                found[part] = value
+        self._position = _position(found.get("loader"))
+        return found
+
+    def replace(self, part: str, value: Any) -> None:
+        """Hold ``value`` as ``part`` from now on: restoring calls it where a part could not be changed in place."""
+        if part == BARE_PART:
+            raise StateError(f"a bare {type(value).__qualname__} cannot be restored in place", path=part)
+        if part in self.others:
+            self.others[part] = value
+        elif part in ("rng", "grads"):
+            raise StateError(f"{part} cannot be replaced", path=part)
+        else:
+            setattr(self, part, value)
+
+    # Structure.
+    def scope(self, part: str, path: Sequence[Any], tensor: torch.Tensor) -> Scope:
+        """Whose a tensor is, as of the last :meth:`parts`: parameters under DDP, and their optimizer state, are one
+        for the whole job; everything else is this rank's own."""
+        if part in self.replicated:
+            return Scope.GLOBAL
+        if part == "grads" or not self._global_addresses:
+            return Scope.RANK
+        for depth in range(len(path) - 2):
+            if path[depth] == "state":
+                indices = self._global_state.get((part, tuple(path[:depth])))
+                if indices is not None:
+                    return Scope.GLOBAL if path[depth + 1] in indices else Scope.RANK
+        return Scope.GLOBAL if tensor.data_ptr() in self._global_addresses else Scope.RANK
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The torch optimizers of this state, each once."""
+        found = {id(item): item for _, _, item in self._find(torch.optim.Optimizer)}
+        return list(found.values())
+
+    def late_tensors(self, leaves: Sequence[Leaf]) -> set[int]:
+        """Indices of the leaves that only an optimizer's step changes: its parameters and its state. They may be
+        copied until just before that step; all others must be copied before the save returns."""
+        owned: dict[int, int] = {}
+        for optimizer in self.optimizers():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    _own(owned, parameter)
+                    for value in optimizer.state.get(parameter, {}).values():
+                        if isinstance(value, torch.Tensor):
+                            _own(owned, value)
+        return {
+            index
+            for index, leaf in enumerate(leaves)
+            if leaf.part != "grads" and 0 < leaf.nbytes <= owned.get(leaf.tensor.data_ptr(), 0)
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values for the manifest: "parts" ({part: {"class", "settings"}}), "rng" (kinds), "data"."""
+        parts: dict[str, dict[str, Any]] = {}
+        for part, value in self.live_parts().items():
+            item = objects.unwrap(value)
+            parts[part] = {"class": type_name(type(item)).replace(":", "."), "settings": _settings(item)}
+        kinds = self._rng.kinds if self._rng is not None else []
+        data = None if self.data is None else {"kind": self.data, "position": self._position}
+        return {"parts": parts, "rng": kinds, "data": data}
+
+    def _find(self, kind: type) -> Iterable[tuple[str, tuple[Any, ...], Any]]:
+        for part, value in self.live_parts().items():
+            for path, item in _items_in(value, ()):
+                if isinstance(item, kind):
+                    yield part, path, item
+
+    def _find_replicated(self) -> None:
+        parameters = [
+            parameter
+            for _, _, module in self._find(torch.nn.Module)
+            for parameter in objects.replicated_parameters(module)
+        ]
+        self._global_addresses = frozenset(parameter.data_ptr() for parameter in parameters) - {0}
+        self._global_state = {}
+        if not parameters:
+            return
+        ids = {id(parameter) for parameter in parameters}
+        for part, path, optimizer in self._find(torch.optim.Optimizer):
+            order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            found = frozenset(index for index, parameter in enumerate(order) if id(parameter) in ids)
+            self._global_state[(part, path)] = found
+
+    def _check_micro_step(self) -> None:
+        if self._grads is not None or not self.micro_step or not isinstance(self.model, torch.nn.Module):
+            return
+        if any(parameter.grad is not None for parameter in self.model.parameters()):
+            raise StateError(
+                "a save between two optimizer steps would lose the gradients accumulated so far",
+                found=f"micro_step={self.micro_step} with gradients",
+                hint="Use TrainState(grads=True), or save when micro_step is 0",
+                path="grads",
+            )
+
+
+def _is_mapping_of_parts(value: Any) -> bool:
+    return (
+        type(value) is dict
+        and 0 < len(value) <= PARTS_MAX
+        and BARE_PART not in value
+        and all(type(key) is str and key and key.isprintable() for key in value)
+    )
+
+
+def _items_in(value: Any, path: tuple[Any, ...]) -> Iterable[tuple[tuple[Any, ...], Any]]:
+    """Objects with state in ``value``, a few containers deep."""
+    if isinstance(value, dict) and len(path) < 3:
+        for key, item in value.items():
+            yield from _items_in(item, (*path, key))
+    elif isinstance(value, (list, tuple)) and len(path) < 3:
+        for index, item in enumerate(value):
+            yield from _items_in(item, (*path, index))
+    elif isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
+        yield path, value
+
+
+def _own(owned: dict[int, int], tensor: torch.Tensor) -> None:
+    address = tensor.data_ptr()
+    owned[address] = max(owned.get(address, 0), tensor.numel() * tensor.element_size())
+
+
+def _position(state: Any) -> dict[str, Any] | None:
+    """The plain numbers and texts at the top of a loader's state: where in the data it stands."""
+    content = state.value if isinstance(state, ObjectState) else state
+    if not isinstance(content, Mapping):
+        return None
+    scalars = [(str(key), item) for key, item in content.items() if type(item) in (int, float, str, bool)]
+    return dict(scalars[:_POSITION_ITEMS_MAX])
+
+
+def _settings(value: Any) -> dict[str, Any]:
+    if not isinstance(value, torch.optim.Optimizer):
+        return {}
+    return {name: _plain(item) for name, item in value.defaults.items()}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return str(value)[:200]
