@@ -14,6 +14,7 @@ codes are four letters, so that no single changed byte turns one into another.
 from __future__ import annotations
 
 import enum
+import itertools
 import os
 import struct
 from collections.abc import Sequence
@@ -96,6 +97,9 @@ class Region:
     nbytes: int
 
 
+_tokens = itertools.count(1)
+
+
 def _boot_word(process: Process) -> int:
     return xxhash.xxh3_64_intdigest(process.boot.encode())
 
@@ -108,6 +112,7 @@ class Control:
         self.fixed = fixed
         self.lock = lock
         self.name = name
+        self.token = next(_tokens)
         self.words = mapping.view[: fixed.data_offset(0)].cast("Q")
         self._mine: set[tuple[int, int]] = set()
         self._closed = False
