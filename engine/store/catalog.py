@@ -63,7 +63,8 @@ async def list_step(backend: Backend, step: int, incarnation: int) -> StepNames:
 
 
 async def read_decision_at(backend: Backend, step: int, incarnation: int, number: int) -> Decision | None:
-    """Decision ``number`` of the checkpoint; None if there is none. Raises Damaged, UnknownFormat, CannotTell."""
+    """Decision ``number`` of the checkpoint; None if there is none. Raises Damaged, UnknownFormat,
+    CannotTell."""
     name = names.decision(step, incarnation, number)
     try:
         with reading(backend, name):
@@ -76,8 +77,8 @@ async def read_decision_at(backend: Backend, step: int, incarnation: int, number
 async def read_decision(backend: Backend, found: StepNames) -> Manifest | Tombstone | None:
     """The decision that counts: the highest that is no abort record; None where nothing was decided.
 
-    A decision that vanishes between listing and reading (rotation at work) makes it list again. Raises Damaged,
-    UnknownFormat, CannotTell: a decision that cannot be read hides whatever lies below it.
+    A decision that vanishes between listing and reading (rotation at work) makes it list again. Raises
+    Damaged, UnknownFormat, CannotTell: a decision that cannot be read hides whatever lies below it.
     """
     numbered = await read_numbered(backend, found)
     return None if numbered is None else numbered[1]
@@ -116,8 +117,8 @@ async def read_vote(
     if found != (step, incarnation, attempt, rank):
         raise Damaged(
             f"{name} is the vote of another place",
-            found="step %d, incarnation %d, attempt %d, rank %d" % found,
-            expected=f"step {step}, incarnation {incarnation}, attempt {attempt}, rank {rank}",
+            found=f"(step, incarnation, attempt, rank) {found}",
+            expected=f"{(step, incarnation, attempt, rank)}",
             name=name,
         )
     return data, vote

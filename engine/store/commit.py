@@ -35,7 +35,8 @@ _covered: OrderedDict[tuple[str, ...], None] = OrderedDict()
 
 
 async def next_attempt(backend: Backend, step: int, incarnation: int) -> tuple[int, Manifest | None]:
-    """The attempt to work on (one above the highest decided), and the manifest that already counts, if any."""
+    """The attempt to work on (one above the highest decided), and the manifest that already counts, if
+    any."""
     found = await list_step(backend, step, incarnation)
     number = max(found.decisions, default=0) + 1
     counting = await read_numbered(backend, found)
@@ -45,11 +46,11 @@ async def next_attempt(backend: Backend, step: int, incarnation: int) -> tuple[i
 async def try_commit(
     backend: Backend, step: int, incarnation: int, attempt: int, world: int
 ) -> Manifest | Abort | None:
-    """Decide the attempt if all votes are in; None while some are missing. Any process may call it, any number
-    of times; whichever decision stands is returned.
+    """Decide the attempt if all votes are in; None while some are missing. Any process may call it, any
+    number of times; whichever decision stands is returned.
 
-    Votes that disagree, or that do not cover every tensor, and an attempt above a newer incarnation's cut, end in
-    an abort record that says so. Raises CannotTell, SaveFailed, StorageFull: not decided, try again.
+    Votes that disagree, or that do not cover every tensor, and an attempt above a newer incarnation's cut,
+    end in an abort record that says so. Raises CannotTell, SaveFailed, StorageFull: not decided, try again.
     """
     found = await list_step(backend, step, incarnation)
     if attempt in found.decisions:
@@ -120,7 +121,8 @@ async def _standing(backend: Backend, step: int, incarnation: int, attempt: int)
 
 
 def _as_attempt(decision: Decision, number: int) -> Manifest | Abort:
-    """What a decision says of attempt ``number``: a tombstone, or a revision of an earlier manifest, took it."""
+    """What a decision says of attempt ``number``: a tombstone, or a revision of an earlier manifest, took
+    it."""
     if isinstance(decision, Tombstone):
         return Abort(
             decision.step, decision.incarnation, number, f"the checkpoint was removed: {decision.reason}"
@@ -143,9 +145,7 @@ async def _superseded(backend: Backend, step: int, incarnation: int) -> tuple[No
     lineage = Lineage(records)
     if lineage.counts(incarnation, step):
         return None
-    return None, (
-        f"superseded: incarnation {lineage.newest} went on from before step {step} of incarnation {incarnation}"
-    )
+    return None, f"superseded: incarnation {lineage.newest} went on from an earlier step"
 
 
 async def _objection(backend: Backend, votes: Sequence[Vote], world: int) -> tuple[int | None, str] | None:

@@ -71,8 +71,8 @@ class _Source:
 async def flush_rank(
     backend: Backend, job: FlushJob, pinned: Pinned, *, chunk_bytes: int, run: RunRecord
 ) -> Vote:
-    """Write the pinned snapshot as ``job``'s share and vote. Doing it again, after a crash at any point, ends in
-    the same vote.
+    """Write the pinned snapshot as ``job``'s share and vote. Doing it again, after a crash at any point, ends
+    in the same vote.
 
     Raises SaveFailed or StorageFull (nothing counts; the same attempt may be tried again), SaveAbandoned (the
     attempt was given up), SlotGone (the slot was reused), Damaged (the slot's bytes changed after sealing),
@@ -152,8 +152,8 @@ async def _refuse_decided(backend: Backend, job: FlushJob) -> None:
 
 
 async def _former_vote(backend: Backend, job: FlushJob, pinned: Pinned, images: list[_Source]) -> Vote | None:
-    """This rank's vote of an earlier try, if it stands for this very slot: then all images are durable. It also
-    forbids writing other bytes under names that a manifest may be about to prove by it."""
+    """This rank's vote of an earlier try, if it stands for this very slot: then all images are durable. It
+    also forbids writing other bytes under names that a manifest may be about to prove by it."""
     try:
         _, vote = await read_vote(backend, *_place(job))
     except NotFound:
@@ -186,8 +186,8 @@ async def _former_vote(backend: Backend, job: FlushJob, pinned: Pinned, images: 
 
 
 async def _store_layout(backend: Backend, hash_text: str, encoded: bytes) -> None:
-    """The layout object, created if absent and verified if present. A damaged one is put right: the right bytes
-    are at hand, and every checkpoint that names it needs them."""
+    """The layout object, created if absent and verified if present. A damaged one is put right: the right
+    bytes are at hand, and every checkpoint that names it needs them."""
     name = names.layout(hash_text)
     try:
         with reading(backend, name):

@@ -1,9 +1,9 @@
 """Removing checkpoints that retention gave up, and what given-up attempts left behind.
 
-Announce, then look: a tombstone is published first, then dependents are looked for; whoever comes to depend on a
-checkpoint publishes that first and then re-reads the checkpoint. One of the two always sees the other. Order
-within a checkpoint: tombstone, votes, images, decisions, and long after, the tombstone. A crash anywhere
-leaves a tombstone, and the next rotation finishes. Names that are not ours are never removed.
+Announce, then look: a tombstone is published first, then dependents are looked for; whoever comes to depend
+on a checkpoint publishes that first and then re-reads the checkpoint. One of the two always sees the other.
+Order within a checkpoint: tombstone, votes, images, decisions, and long after, the tombstone. A crash
+anywhere leaves a tombstone, and the next rotation finishes. Names that are not ours are never removed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from .commit import abort_attempt, publish_decision
 from .runs import TIME_FORMAT, now, read_incarnations
 
 TOMBSTONE_WAIT_S = 3600.0
-"""A tombstone outlives every commit that may still be under way: a late manifest then lies below it and counts
-for nothing. By the wall clocks of two machines, hence the margin over any commit's own bound."""
+"""A tombstone outlives every commit that may still be under way: a late manifest then lies below it and
+counts for nothing. By the wall clocks of two machines, hence the margin over any commit's own bound."""
 
 PUBLISH_TRIES_MAX = 8
 """How often the next decision number is tried when others take it."""
@@ -74,9 +74,9 @@ async def rotate(
 ) -> RotationReport:
     """Remove what ``plan`` removes, finish what an earlier rotation began, collect leftover attempts.
 
-    ``is_superseded`` is asked again before every checkpoint: a superseded writer deletes nothing. ``is_gone`` says
-    of an incarnation that its writer is provably dead; only then are its undecided attempts given up. Raises
-    CannotTell, SaveFailed: what was done stays done, the rest is for the next rotation.
+    ``is_superseded`` is asked again before every checkpoint: a superseded writer deletes nothing. ``is_gone``
+    says of an incarnation that its writer is provably dead; only then are its undecided attempts given up.
+    Raises CannotTell, SaveFailed: what was done stays done, the rest is for the next rotation.
     """
     report = RotationReport()
     keep = {key for key, _ in plan.keep}
@@ -153,8 +153,8 @@ async def _bury(backend: Backend, found: StepNames, reason: str) -> Tombstone | 
 
 
 async def _needed(backend: Backend, key: Key) -> str | None:
-    """Why a checkpoint under a fresh tombstone must come back: by what incarnations say *now*, nothing newer that
-    counts is there to load instead of it, so that whoever adopted it (or will load next) needs it."""
+    """Why a checkpoint under a fresh tombstone must come back: by what incarnations say *now*, nothing newer
+    that counts is there to load instead of it, so that whoever adopted it (or will load next) needs it."""
     records = await read_incarnations(backend)
     lineage = Lineage(records)
     if not lineage.counts(*key):
@@ -309,10 +309,10 @@ async def _give_up(
 ) -> Manifest | Abort | None:
     """An abort record for an undecided attempt of a dead writer. One that is complete and that the lineage
     reaches is a checkpoint whose manifest is missing: it is left, to be committed by repair."""
-    if attempt in await complete_undecided(backend, found):
-        if Lineage(await read_incarnations(backend)).counts(*found.key):
-            report.kept.append((found.key, f"attempt {attempt} is complete but not decided"))
-            return None
+    lineage = Lineage(await read_incarnations(backend))
+    if lineage.counts(*found.key) and attempt in await complete_undecided(backend, found):
+        report.kept.append((found.key, f"attempt {attempt} is complete but not decided"))
+        return None
     return await abort_attempt(backend, found.step, found.incarnation, attempt, reason="its writer is gone")
 
 

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 class Source(Protocol):
     """One holder of one checkpoint's images.
 
-    ``ranks`` are those whose images it holds; the methods are called for these only. All raise Damaged with the
-    object's name, Pruned where rotation removed the checkpoint meanwhile, CannotTell where nothing answered, and
-    SlotGone where a slot was reused.
+    ``ranks`` are those whose images it holds; the methods are called for these only. All raise Damaged with
+    the object's name, Pruned where rotation removed the checkpoint meanwhile, CannotTell where nothing
+    answered, SlotGone where a slot was reused.
     """
 
     label: str
@@ -200,8 +200,8 @@ class DurableSource:
 
 
 class ArenaSource:
-    """A checkpoint in pinned slots of this node's arenas. A slot that is only VALID is sealed first, so that its
-    bytes have hashes to be checked against. The caller keeps the pins."""
+    """A checkpoint in pinned slots of this node's arenas. A slot that is only VALID is sealed first, so that
+    its bytes have hashes to be checked against. The caller keeps the pins."""
 
     def __init__(self, pins: Mapping[int, Pinned], chunk_bytes: int, label: str = "memory") -> None:
         """``pins`` by rank, at least one, all of one step and incarnation."""
@@ -362,8 +362,8 @@ def check_images(layout: Layout, records: Mapping[str, ImageRecord], name: str) 
 def bad_chunks(
     view: memoryview, first: int, record: ImageRecord, chunk_bytes: int
 ) -> list[tuple[int, bytes]]:
-    """The chunks in ``view`` (which begins with chunk ``first``) whose hash is not the record's, each with the
-    hash found. A chunk for which the record has no hash is bad."""
+    """The chunks in ``view`` (which begins with chunk ``first``) whose hash is not the record's, each with
+    the hash found. A chunk for which the record has no hash is bad."""
     found = chunk_hashes(view, chunk_bytes)
     expected = record.chunks[first * HASH_BYTES : first * HASH_BYTES + len(found)]
     if found == expected:
