@@ -26,10 +26,10 @@ from .memory.arena import Arena
 from .memorytier import MemoryTier, Room
 from .opening import Origin, begin_incarnation
 from .places import locate
+from .planning import expected_slot_bytes
 from .policy import SHARED_MEMORY, Memory, Policy
 from .ranks import Ranks
 from .session import Session, agent_settings
-from .snapshot.estimate import estimate_slot_bytes
 from .state.trainstate import TrainState
 from .store.blocking import run_blocking
 from .store.runs import open_run
@@ -250,7 +250,7 @@ class Checkpointer:
             given = self._memory.bytes if self._memory is not None else None
             run = find_run(self._backend)
             tier.reserve(
-                given or estimate_slot_bytes(state),
+                given or expected_slot_bytes(state, ranks.world),
                 chunk_bytes=run.chunk_bytes if run is not None else CHUNK_BYTES,
                 adopted=self._origin.adopted,
                 run_id=run.run_id if run is not None else "",

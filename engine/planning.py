@@ -12,7 +12,9 @@ from typing import Any
 from .format.layout import Scope, build_layout, encode, layout_hash
 from .plan.owners import Owners
 from .snapshot.copier import Plan
-from .state.tree import FlatState, Leaf
+from .snapshot.estimate import estimate
+from .state.trainstate import TrainState
+from .state.tree import FlatState, Leaf, flatten
 
 
 class LayoutPlanner:
@@ -44,3 +46,16 @@ class LayoutPlanner:
 
 def _is_full(leaf: Leaf) -> bool:
     return len(leaf.boxes) == 1 and leaf.boxes[0].lengths == leaf.shape
+
+
+def expected_slot_bytes(state: TrainState, world: int) -> int:
+    """Room for one snapshot of this rank, said before the first step: what is there now and what optimizers will
+    add; of GLOBAL tensors this rank's share, and one whole of the largest, for shares are not equal."""
+    flat = flatten(state.parts(), scope=state.scope)
+    own = [leaf.tensor for leaf in flat.leaves if leaf.scope is Scope.RANK]
+    shared = [leaf.tensor for leaf in flat.leaves if leaf.scope is Scope.GLOBAL]
+    if not shared:
+        return estimate(own, state.optimizers(), state_bytes=len(flat.state)).nbytes
+    alone = estimate(own, state_bytes=len(flat.state)).nbytes
+    together = estimate(shared, state.optimizers())
+    return alone + together.nbytes // world + max(tensor.nbytes for tensor in shared)

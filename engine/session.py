@@ -287,4 +287,4 @@ def _libraries() -> dict[str, str]:
 
     from . import __version__
 
-    return {"everstep": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {"everstep": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
