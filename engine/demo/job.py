@@ -131,7 +131,7 @@ class Job:
         """Remember the agents that the ranks named, and tell whoever watches."""
         for life in self.newest_lives():
             if life.agent_pid is not None and life.agent_pid not in self._agents:
-                process = _identify(life.agent_pid)
+                process = Process.of(life.agent_pid)
                 if process is not None and life.agent_pid not in {x.process.pid for x in self.newest_lives()}:
                     self._agents[life.agent_pid] = process
         if self._tick is not None:
@@ -157,10 +157,6 @@ def _torchrun(ranks: int) -> list[str]:
     ]
 
 
-def _identify(pid: int) -> Process | None:
-    return Process.of(pid)
-
-
 def _kill(process: Process) -> None:
     if process.alive():
         with contextlib.suppress(ProcessLookupError):
@@ -175,7 +171,7 @@ def _descendants(pid: int) -> list[Process]:
         parent = todo.pop()
         for task in _numbers(f"/proc/{parent}/task"):
             for child in _children(parent, task):
-                process = _identify(child)
+                process = Process.of(child)
                 if process is not None:
                     found.append(process)
                 todo.append(child)

@@ -181,9 +181,10 @@ def _disturbed(stage: _Stage, story: Story) -> None:
         stage.say("disturbed run")
         _kill_one_rank(stage, story, job)
         killed = _lose_node(stage, story, job)
+    before = look(stage.root("disturbed")).undecided
     with stage.job("disturbed", "job-2", rate_bytes_per_s=SLOW_BYTES_PER_S) as job:
         _resumed(stage, story, job, killed)
-        killed = _lose_node_in_flush(stage, story, job)
+        killed = _lose_node_in_flush(stage, story, job, before)
     with stage.job("disturbed", "job-3") as job:
         _resumed(stage, story, job, killed)
         stage.say("to the end")
@@ -230,11 +231,13 @@ def _lose_node(stage: _Stage, story: Story, job: Job) -> _Killed:
     return _end_of_node("node lost", stage, job)
 
 
-def _lose_node_in_flush(stage: _Stage, story: Story, job: Job) -> _Killed:
-    """Kill when a flush is half done: something of it lies on disk, and nothing decides it yet."""
+def _lose_node_in_flush(stage: _Stage, story: Story, job: Job, before: tuple[Checkpoint, ...]) -> _Killed:
+    """Kill when a flush is half done: something of it lies on disk, and nothing decides it yet.
+
+    ``before`` is what lay undecided before this launch (the first kill may have left something too).
+    """
     root = stage.root("disturbed")
     start = story.incidents[-1].resumed
-    before = set(look(root).undecided)
 
     def begun() -> list[Checkpoint]:
         found = [c for c in look(root).undecided if c not in before]
