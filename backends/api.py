@@ -14,12 +14,20 @@ from typing import Protocol
 
 from .errors import Permanent
 
+NAME_MAX = 1024
+"""Characters of a name."""
+
 _PART = re.compile(r"[A-Za-z0-9_%=+,@~-][A-Za-z0-9._%=+,@~-]*")
+
+
+def is_name(name: str) -> bool:
+    """Whether ``name`` is a proper object name."""
+    return 0 < len(name) <= NAME_MAX and all(_PART.fullmatch(part) for part in name.split("/"))
 
 
 def check_name(name: str) -> str:
     """``name`` itself if it is a proper object name, else :class:`Permanent`."""
-    if not name or len(name) > 1024 or not all(_PART.fullmatch(part) for part in name.split("/")):
+    if not is_name(name):
         raise Permanent(name, "not a proper object name")
     return name
 
@@ -42,6 +50,11 @@ class Item:
 
     name: str
     nbytes: int
+
+
+Items = list[Item]
+Names = list[str]
+"""These two for signatures within classes that have a method ``list``."""
 
 
 class Writer(Protocol):
@@ -96,16 +109,16 @@ class Backend(Protocol):
         A prefix that does not exist lists nothing. Unfinished temporaries are not listed."""
         ...
 
-    async def list_names(self, prefix: str = "") -> list[str]:
+    async def list_names(self, prefix: str = "") -> Names:
         """The direct children of ``prefix``: object names' next parts, directories included, uncached."""
         ...
 
     async def delete(self, names: Iterable[str]) -> None:
-        """Remove objects; those that do not exist are no error. Durable when it returns. Containers that become
-        empty may be removed too."""
+        """Remove objects; those that do not exist are no error. Durable when it returns. Containers that
+        become empty may be removed too."""
         ...
 
-    async def leftovers(self, prefix: str = "") -> list[Item]:
+    async def leftovers(self, prefix: str = "") -> Items:
         """Unfinished temporaries (and uploads) that lie below ``prefix``."""
         ...
 

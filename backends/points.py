@@ -19,7 +19,7 @@ hook: Hook | None = None
 
 
 def reach(name: str, detail: str = "") -> None:
-    """Tell the hook, if there is one, that ``name`` was reached at ``detail`` (an object's name, as a rule)."""
+    """Tell the hook, if there is one, that ``name`` was reached at ``detail`` (mostly an object's name)."""
     if hook is not None:
         hook(name, detail)
 

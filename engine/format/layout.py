@@ -1,82 +1,446 @@
-"""Which entry lies where in one rank's images.
+"""Layouts: from the entries of a rank to places, and to canonical bytes and back.
 
-A layout is per rank, content-addressed (by the hash of its canonical bytes) and stored once per run.
+A layout is per rank, content-addressed (by the hash of its canonical bytes) and stored once per run. Its
+values are defined in :mod:`.entries` and offered here too.
+
+The canonical bytes are columns (one array per field over all entries), which are quick to read and compress
+well. What can be derived is not stored: sizes follow from dtypes and boxes, image headers from the entries.
 """
 
 from __future__ import annotations
 
-import enum
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
+
+import msgspec
+import zstandard
+
+from ..errors import Damaged, UnknownFormat, UnsupportedValue
+from . import images
+from .constants import AXES_MAX, FORMAT_VERSION, HASH_BYTES, HEADER_BYTES_MAX, LAYOUT_BYTES_MAX, SIZE_MAX
+from .dtypes import DTYPES, Dtype, header_type
+from .entries import Box, Entry, EntrySpec, ImageSpec, Layout, Scope
+from .hashing import digest, hexdigest
+from .sealed import UPGRADE_HINT
+from .vote import STATE_IMAGE
+from .zstd import inflate
+
+__all__ = [
+    "Box",
+    "Entry",
+    "EntrySpec",
+    "ImageSpec",
+    "Layout",
+    "Scope",
+    "build_layout",
+    "compress",
+    "decode",
+    "decompress",
+    "encode",
+    "layout_hash",
+    "open_layout",
+]
+
+_MAGIC = b"EVSTLAYT"
+_ENVELOPE_BYTES = len(_MAGIC) + 8 + HASH_BYTES
+_LEVEL = 3
 
 
-class Scope(enum.IntEnum):
-    """Whose an entry is."""
+class _Invalid(Exception):
+    """An entry or image that breaks a rule; becomes UnsupportedValue or Damaged at the module's edge."""
 
-    RANK = 0
-    """One rank's own: the same key on another rank is another thing."""
-    GLOBAL = 1
-    """One tensor of the whole job: the same key on every rank is the same tensor, replicated or in boxes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """An N-d half-open region of a global tensor; both tuples have the tensor's number of axes."""
-
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+        self.path = path
 
 
-@dataclass(frozen=True, slots=True)
-class EntrySpec:
-    """One tensor of a rank's state before it has a place: what :func:`build_layout` takes.
-
-    ``shape`` is the global shape. ``boxes`` are what this rank holds (one full box for a plain tensor).
-    ``stored`` is False when another rank stores this (GLOBAL) entry.
-    """
+@dataclass(slots=True)
+class _Row:
+    """An entry before its image's header, and thus its absolute offset, is known."""
 
     part: str
     key: str
-    dtype: str
-    shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
-    scope: Scope = Scope.RANK
-    stored: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of a rank's state with its place.
-
-    ``image`` is an index into ``Layout.images``, or None where another rank stores the entry. ``offset`` is
-    the byte offset of the first box from the start of the image (header included); the boxes lie one behind
-    the other, each row-major. ``nbytes`` is the size of all boxes together.
-    """
-
-    part: str
-    key: str
-    dtype: str
+    dtype: Dtype
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     scope: Scope
     image: int | None
-    offset: int
+    begin: int
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ImageSpec:
-    """One image of a rank: ``name`` is unique in the rank (the part, as a rule), ``header`` the safetensors
-    header as stored (8-byte length included, padded to 4 KiB), ``nbytes`` header and data together."""
+class _Columns(msgspec.Struct, forbid_unknown_fields=True):
+    """The stored form. ``image`` is 0 where nothing is stored, else 1 + index into ``images``; ``begin``
+    counts from the first data byte of the image; ``boxes`` is nil for one full box, else all offsets and
+    lengths."""
 
-    name: str
-    part: str
-    header: bytes
-    nbytes: int
+    v: int
+    images: list[str]
+    image_part: list[str]
+    image_bytes: list[int]
+    parts: list[str]
+    dtypes: list[str]
+    part: list[int]
+    key: list[str]
+    dtype: list[int]
+    scope: list[int]
+    shape: list[tuple[int, ...]]
+    boxes: list[tuple[int, ...] | None]
+    image: list[int]
+    begin: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Entries in the order of the state tree (the order that state images refer to by index), and images."""
+class _Version(msgspec.Struct):
+    v: int
 
-    entries: tuple[Entry, ...]
-    images: tuple[ImageSpec, ...]
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Columns)
+_version_decoder = msgspec.msgpack.Decoder(_Version)
+
+
+# ---------------------------------------------------------------------------------------------- building
+
+
+def build_layout(specs: Sequence[EntrySpec]) -> Layout:
+    """Give every stored entry its place: one image per part, tensors by item size (largest first), then in
+    the order given, so that each is naturally aligned and there are no holes.
+
+    Raises :class:`UnsupportedValue` (its ``path`` is part/key) for unknown dtypes, boxes outside the shape, a
+    key twice in a part, text that is not Unicode.
+    """
+    try:
+        image_of: dict[str, int] = {}
+        rows: list[_Row] = []
+        for spec in specs:
+            row = _checked(spec.part, spec.key, spec.dtype, spec.shape, spec.boxes, spec.scope)
+            if spec.stored and spec.boxes:
+                row.image = image_of.setdefault(spec.part, len(image_of))
+            rows.append(row)
+        _place(rows, len(image_of))
+        return _assemble(rows, _image_names(image_of), list(image_of))
+    except _Invalid as problem:
+        raise UnsupportedValue("this entry cannot be stored", found=str(problem), path=problem.path) from None
+
+
+def _place(rows: list[_Row], images_count: int) -> None:
+    """Set ``begin`` of all stored rows."""
+    ends = [0] * images_count
+    stored = [index for index, row in enumerate(rows) if row.image is not None]
+    for index in sorted(stored, key=lambda index: -rows[index].dtype.bits):
+        row = rows[index]
+        assert row.image is not None
+        row.begin = ends[row.image]
+        ends[row.image] += row.nbytes
+
+
+def _image_names(parts: Iterable[str]) -> list[str]:
+    """An image is named by its part; a part that is called like the state image gets ``@`` appended."""
+    taken = {STATE_IMAGE, *parts}
+    names = []
+    for part in parts:
+        name = part
+        if part == STATE_IMAGE:
+            while name in taken:
+                name += "@"
+        names.append(name)
+    return names
+
+
+def _checked(
+    part: str, key: str, dtype: str, shape: tuple[int, ...], boxes: tuple[Box, ...], scope: Scope
+) -> _Row:
+    """The entry as a row without a place, its values checked."""
+    row = DTYPES.get(dtype)
+    if row is None:
+        raise _Invalid(f"{part}/{key}", f"unknown dtype {dtype!r}")
+    volume = prod(shape) if len(shape) <= AXES_MAX else SIZE_MAX + 1
+    if volume > SIZE_MAX or (shape and min(shape) < 0):
+        raise _Invalid(f"{part}/{key}", f"shape {shape} is not possible")
+    if _is_whole(boxes, shape):
+        nbytes = (row.bits * volume + 7) // 8
+    elif scope is Scope.RANK:
+        raise _Invalid(f"{part}/{key}", "an entry of one rank alone must be whole")
+    else:
+        nbytes = 0
+        for box in boxes:
+            _check_box(f"{part}/{key}", box, shape)
+            nbytes += (row.bits * box.volume + 7) // 8
+        if len(set(boxes)) != len(boxes):
+            raise _Invalid(f"{part}/{key}", "the same box twice")
+    return _Row(part, key, row, shape, boxes, scope, None, 0, nbytes)
+
+
+def _is_whole(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> bool:
+    """Whether ``boxes`` is the one box of the whole tensor."""
+    return len(boxes) == 1 and boxes[0].lengths == shape and boxes[0].offsets == (0,) * len(shape)
+
+
+def _check_box(path: str, box: Box, shape: tuple[int, ...]) -> None:
+    if not len(box.offsets) == len(box.lengths) == len(shape):
+        raise _Invalid(path, f"box {box.offsets}+{box.lengths} has not the axes of shape {shape}")
+    for offset, length, size in zip(box.offsets, box.lengths, shape, strict=True):
+        if offset < 0 or length < 0 or offset + length > size:
+            raise _Invalid(path, f"box {box.offsets}+{box.lengths} lies outside shape {shape}")
+
+
+def _check_texts(rows: list[_Row]) -> None:
+    """Parts and keys must have a UTF-8 form, which lone surrogates have not."""
+    try:
+        "".join([row.part + row.key for row in rows]).encode()
+    except UnicodeEncodeError:
+        for row in rows:
+            if any("\ud800" <= char <= "\udfff" for char in row.part + row.key):
+                raise _Invalid(ascii(f"{row.part}/{row.key}"), "text with lone surrogates") from None
+
+
+# -------------------------------------------------------------------------------------------- assembling
+
+
+def _assemble(rows: list[_Row], names: list[str], parts: list[str]) -> Layout:
+    """Headers, absolute offsets and the finished layout; checks what concerns entries together."""
+    if len(set(names)) != len(names) or STATE_IMAGE in names:
+        raise _Invalid("images", f"names {names} are not proper")
+    members: list[list[int]] = [[] for _ in names]
+    seen: set[tuple[str, str]] = set()
+    for index, row in enumerate(rows):
+        if row.image is not None:
+            if row.part != parts[row.image]:
+                raise _Invalid(f"{row.part}/{row.key}", "stored in the image of another part")
+            members[row.image].append(index)
+        elif row.scope is Scope.RANK:
+            raise _Invalid(f"{row.part}/{row.key}", "an entry of one rank alone must be stored by it")
+        seen.add((row.part, row.key))
+    if len(seen) != len(rows):
+        _raise_twice(rows)
+    _check_texts(rows)
+    specs = [_image_spec(rows, members[i], names[i], parts[i]) for i in range(len(names))]
+    entries = []
+    for row in rows:
+        offset = 0 if row.image is None else row.begin + len(specs[row.image].header)
+        entries.append(
+            Entry(
+                row.part,
+                row.key,
+                row.dtype.name,
+                row.shape,
+                row.boxes,
+                row.scope,
+                row.image,
+                offset,
+                row.nbytes,
+            )
+        )
+    return Layout(tuple(entries), tuple(specs))
+
+
+def _raise_twice(rows: list[_Row]) -> None:
+    seen: set[tuple[str, str]] = set()
+    for row in rows:
+        if (row.part, row.key) in seen:
+            raise _Invalid(f"{row.part}/{row.key}", "the same key twice in a part")
+        seen.add((row.part, row.key))
+
+
+def _image_spec(rows: list[_Row], members: list[int], name: str, part: str) -> ImageSpec:
+    """Header and size of one image; the tensors must lie one behind the other from byte 0 on."""
+    members.sort(key=lambda index: (rows[index].begin, rows[index].nbytes > 0))
+    names = images.TensorNames([rows[index].key for index in members if len(rows[index].boxes) == 1])
+    tensors = []
+    end = 0
+    for index in members:
+        row = rows[index]
+        if row.begin != end:
+            raise _Invalid(f"{row.part}/{row.key}", f"begins at {row.begin}, the one before ends at {end}")
+        one = len(row.boxes) == 1
+        for box in row.boxes:
+            size = row.nbytes if one else (row.dtype.bits * box.volume + 7) // 8
+            text = names.whole(row.key) if one else names.boxed(row.key, box.offsets)
+            dtype, shape = header_type(row.dtype, box.lengths, size)
+            tensors.append(images.Tensor(text, dtype, shape, end, end + size))
+            end += size
+    if end > SIZE_MAX:
+        raise _Invalid(part, f"{end} bytes are too many for an image")
+    if not tensors:
+        raise _Invalid(name, "an image without entries")
+    header = images.header(tensors)
+    if len(header) > HEADER_BYTES_MAX:
+        raise _Invalid(part, f"{len(tensors)} tensors need a header over {HEADER_BYTES_MAX} bytes")
+    return ImageSpec(name, part, header, len(header) + end)
+
+
+# ------------------------------------------------------------------------------------------------- codec
+
+
+def encode(layout: Layout) -> bytes:
+    """The canonical bytes of ``layout``: equal layouts give equal bytes, whoever encodes them."""
+    parts: dict[str, int] = {}
+    dtypes: dict[str, int] = {}
+    headers = [len(image.header) for image in layout.images]
+    entries = layout.entries
+    columns = _Columns(
+        v=FORMAT_VERSION,
+        images=[image.name for image in layout.images],
+        image_part=[image.part for image in layout.images],
+        image_bytes=[image.nbytes - len(image.header) for image in layout.images],
+        part=[parts.setdefault(entry.part, len(parts)) for entry in entries],
+        parts=list(parts),
+        dtype=[dtypes.setdefault(entry.dtype, len(dtypes)) for entry in entries],
+        dtypes=list(dtypes),
+        key=[entry.key for entry in entries],
+        scope=[int(entry.scope) for entry in entries],
+        shape=[entry.shape for entry in entries],
+        boxes=[_flat_boxes(entry.boxes, entry.shape) for entry in entries],
+        image=[0 if entry.image is None else 1 + entry.image for entry in entries],
+        begin=[0 if entry.image is None else entry.offset - headers[entry.image] for entry in entries],
+    )
+    return _encoder.encode(columns)
+
+
+def _flat_boxes(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    if _is_whole(boxes, shape):
+        return None
+    return tuple([number for box in boxes for number in (*box.offsets, *box.lengths)])
+
+
+def decode(data: bytes, name: str = "layout") -> Layout:
+    """The layout whose canonical bytes are ``data``.
+
+    Every rule is checked, sizes first; bytes that :func:`encode` would not have written are refused. Raises
+    :class:`Damaged`, or :class:`UnknownFormat` for another version or a dtype unknown here; both name
+    ``name``. That the bytes are the ones asked for is the caller's check (:func:`layout_hash`, or
+    :func:`open_layout`).
+    """
+    if len(data) > LAYOUT_BYTES_MAX:
+        raise Damaged(
+            "the layout is too large", name=name, found=len(data), expected=f"<= {LAYOUT_BYTES_MAX}"
+        )
+    columns = _decode_columns(data, name)
+    try:
+        rows = _rows(columns)
+        layout = _assemble(rows, columns.images, columns.image_part)
+        if [image.nbytes - len(image.header) for image in layout.images] != columns.image_bytes:
+            raise _Invalid("images", "sizes are not those of the entries")
+        if encode(layout) != data:
+            raise _Invalid("layout", "bytes are not canonical")
+    except _Invalid as problem:
+        raise Damaged("the layout breaks a rule", name=name, found=str(problem)) from None
+    return layout
+
+
+def _decode_columns(data: bytes, name: str) -> _Columns:
+    try:
+        columns = _decoder.decode(data)
+        version = columns.v
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as problem:
+        try:
+            version = _version_decoder.decode(data).v
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            version = FORMAT_VERSION
+        if version == FORMAT_VERSION:
+            raise Damaged("the layout cannot be read", name=name, found=str(problem)) from None
+    if version != FORMAT_VERSION:
+        raise UnknownFormat(
+            "the layout has another format version",
+            name=name,
+            found=version,
+            expected=FORMAT_VERSION,
+            hint=UPGRADE_HINT,
+        )
+    unknown = [dtype for dtype in columns.dtypes if dtype not in DTYPES]
+    if unknown:
+        raise UnknownFormat("the layout has dtypes that this release does not know", name=name, found=unknown)
+    return columns
+
+
+def _rows(columns: _Columns) -> list[_Row]:
+    """The columns as checked rows."""
+    count = len(columns.key)
+    for field in ("part", "dtype", "scope", "shape", "boxes", "image", "begin"):
+        if len(getattr(columns, field)) != count:
+            raise _Invalid(field, f"{len(getattr(columns, field))} values for {count} entries")
+    if len(columns.image_part) != len(columns.images):
+        raise _Invalid("images", "columns differ in length")
+    for field, limit in (("part", len(columns.parts)), ("dtype", len(columns.dtypes)), ("scope", len(Scope))):
+        _check_range(field, getattr(columns, field), limit)
+    _check_range("image", columns.image, len(columns.images) + 1)
+    _check_range("begin", columns.begin, SIZE_MAX + 1)
+    scopes = tuple(Scope)
+    rows = []
+    for part, key, dtype, scope, shape, flat, image, begin in zip(
+        columns.part,
+        columns.key,
+        columns.dtype,
+        columns.scope,
+        columns.shape,
+        columns.boxes,
+        columns.image,
+        columns.begin,
+        strict=True,
+    ):
+        boxes = (Box((0,) * len(shape), shape),) if flat is None else _boxes(key, flat, len(shape))
+        row = _checked(columns.parts[part], key, columns.dtypes[dtype], shape, boxes, scopes[scope])
+        if image:
+            row.image, row.begin = image - 1, begin
+        rows.append(row)
+    return rows
+
+
+def _check_range(field: str, values: list[int], limit: int) -> None:
+    if values and not (min(values) >= 0 and max(values) < limit):
+        raise _Invalid(field, f"a value outside 0..{limit - 1}")
+
+
+def _boxes(key: str, flat: tuple[int, ...], axes: int) -> tuple[Box, ...]:
+    if not flat:
+        return ()
+    if not axes or len(flat) % (2 * axes):
+        raise _Invalid(key, f"{len(flat)} numbers are no boxes of {axes} axes")
+    return tuple(
+        Box(flat[at : at + axes], flat[at + axes : at + 2 * axes]) for at in range(0, len(flat), 2 * axes)
+    )
+
+
+def layout_hash(encoded: bytes) -> str:
+    """What names a layout: the hash of its canonical bytes, 32 hexadecimal digits."""
+    return hexdigest(encoded)
+
+
+# --------------------------------------------------------------------------------------- stored envelope
+
+
+def compress(encoded: bytes) -> bytes:
+    """The stored form: magic, length of ``encoded``, hash over both and the zstandard frame, then the frame.
+
+    A zstandard frame has bits that change nothing when flipped; the hash finds those as well.
+    """
+    frame: bytes = zstandard.ZstdCompressor(level=_LEVEL).compress(encoded)
+    head = _MAGIC + len(encoded).to_bytes(8, "little")
+    return head + digest(head + frame) + frame
+
+
+def decompress(data: bytes, name: str = "layout") -> bytes:
+    """What :func:`compress` was given; :class:`Damaged` naming ``name`` otherwise. Output is bounded."""
+    head, frame = data[: len(_MAGIC) + 8], data[_ENVELOPE_BYTES:]
+    if len(data) < _ENVELOPE_BYTES or not head.startswith(_MAGIC):
+        raise Damaged("this is no layout", name=name, found=bytes(data[:8]), expected=_MAGIC)
+    stored = data[len(head) : _ENVELOPE_BYTES]
+    if digest(head + frame) != stored:
+        raise Damaged(
+            "the layout's hash is wrong", name=name, found=hexdigest(head + frame), expected=stored.hex()
+        )
+    nbytes = int.from_bytes(head[len(_MAGIC) :], "little")
+    return inflate(frame, nbytes, LAYOUT_BYTES_MAX, name)
+
+
+def open_layout(data: bytes, expected_hash: str, name: str) -> Layout:
+    """The layout of a stored object, proved to be the one that ``expected_hash`` names.
+
+    Every failure is :class:`Damaged` (or :class:`UnknownFormat`, once the hash has been found right).
+    """
+    encoded = decompress(data, name)
+    found = layout_hash(encoded)
+    if found != expected_hash:
+        raise Damaged("the layout is not the one asked for", name=name, found=found, expected=expected_hash)
+    return decode(encoded, name)

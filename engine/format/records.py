@@ -5,6 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import UnknownFormat
+from . import names
+from .constants import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, FORMAT_VERSION, HASH_ID, SUPPORTED_FEATURES
+from .sealed import UPGRADE_HINT, seal, unseal
+from .typed import build, decoding, encoding, fields, need, need_number
+
+_RUN = "run"
+_INCARNATION = "incarnation"
+
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
@@ -53,3 +62,83 @@ class IncarnationRecord:
     writer: Writer
     created: str
     extra: dict[str, Any] = field(default_factory=dict)
+
+
+def encode_run(record: RunRecord) -> bytes:
+    """The bytes of ``run.json``. ``record.format`` must be this release's version."""
+    encoding(names.RUN, lambda: _check_run(record))
+    body = fields(record)
+    del body["format"]  # the seal writes it
+    return seal(_RUN, body)
+
+
+def decode_run(data: bytes, name: str = names.RUN) -> RunRecord:
+    """The record in ``data``. Raises :class:`Damaged`; :class:`UnknownFormat` for another format version, a
+    required feature or a hash that this release does not have (found, supported and what to do)."""
+    body = unseal(data, _RUN, name)
+    body["format"] = FORMAT_VERSION
+
+    def make() -> RunRecord:
+        record = build(RunRecord, body)
+        unknown = sorted(set(record.required) - SUPPORTED_FEATURES)
+        if unknown:
+            raise UnknownFormat(
+                "the run needs features that this release does not know",
+                found=unknown,
+                expected=sorted(SUPPORTED_FEATURES) or "none",
+                hint=UPGRADE_HINT,
+            )
+        if record.hash_id != HASH_ID:
+            raise UnknownFormat(
+                "the run uses another hash", found=record.hash_id, expected=HASH_ID, hint=UPGRADE_HINT
+            )
+        _check_run(record)
+        return record
+
+    return decoding(name, make)
+
+
+def _check_run(record: RunRecord) -> None:
+    need(record.format == FORMAT_VERSION, f"format is {record.format}, not {FORMAT_VERSION}")
+    need(bool(record.run_id), "run_id is empty")
+    need(record.hash_id == HASH_ID, f"hash_id is {record.hash_id}, not {HASH_ID}")
+    need_number("chunk_bytes", record.chunk_bytes, CHUNK_BYTES_MIN, CHUNK_BYTES_MAX)
+    need(record.chunk_bytes & (record.chunk_bytes - 1) == 0, "chunk_bytes is no power of two")
+
+
+def encode_incarnation(record: IncarnationRecord) -> bytes:
+    """The bytes of an incarnation's record."""
+    encoding(names.INCARNATIONS, lambda: _check_incarnation(record))
+    return seal(_INCARNATION, {**fields(record), "writer": fields(record.writer)})
+
+
+def decode_incarnation(data: bytes, name: str) -> IncarnationRecord:
+    """The record in ``data``; its number must be the one in ``name``. Raises Damaged or UnknownFormat."""
+    body = unseal(data, _INCARNATION, name)
+
+    def make() -> IncarnationRecord:
+        record = build(IncarnationRecord, body, {"writer": Writer})
+        _check_incarnation(record)
+        parsed = names.parse(name)
+        if parsed is not None:
+            need(parsed.kind is names.Kind.INCARNATION, "the name is not that of an incarnation")
+            need(parsed.incarnation == record.number, f"the record is of incarnation {record.number}")
+        return record
+
+    return decoding(name, make)
+
+
+def _check_incarnation(record: IncarnationRecord) -> None:
+    need_number("number", record.number)
+    need(bool(record.id), "id is empty")
+    need_number("parent", record.parent, most=record.number - 1)
+    need_number("adopted_incarnation", record.adopted_incarnation, most=record.number - 1)
+    need_number("adopted_step", record.adopted_step)
+    adopted = (record.adopted_incarnation is None, record.adopted_step is None)
+    need(adopted[0] == adopted[1], "adopted_incarnation and adopted_step go together")
+    need(record.fresh is None or all(adopted), "a fresh start adopts nothing")
+    need_number("world", record.world, least=1)
+    for dim, size in record.mesh.items():
+        need_number(f"mesh.{dim}", size, least=1)
+    need_number("writer.pid", record.writer.pid)
+    need_number("writer.start_time", record.writer.start_time)

@@ -1,0 +1,1 @@
+"""Copies of live tensors into slots."""

@@ -1,0 +1,1 @@
+"""Checkpoints on a backend: runs, flush, commit, load, rotation, fsck. No torch."""

@@ -1,0 +1,201 @@
+"""The one door to the operating system that local files use.
+
+Every operation that changes the disk reaches the points ``<op>.before`` and ``<op>.after`` (see
+:mod:`.points`) with the name it works on, relative to the root: open, write, fsync, rename, link, unlink,
+mkdir, rmdir, fsyncdir, truncate, fallocate. Tests subclass :class:`Door` to record, to fail or to simulate.
+All methods are synchronous and may block; they raise OSError. They may be called from several threads at
+once, but one :class:`File` is used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+from dataclasses import dataclass
+
+from .points import reach
+
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+"""0 where the platform has no direct I/O."""
+
+UNSUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY})
+"""Errors by which a file system says that it cannot do a thing at all."""
+
+_SYNC_FILE_RANGE_WRITE = 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(slots=True)
+class File:
+    """An open file; ``name`` is relative to the door's root, ``direct``: not through the page cache."""
+
+    fd: int
+    name: str
+    direct: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of a directory. ``nbytes`` is 0 for what is not a regular file."""
+
+    name: str
+    is_dir: bool
+    is_file: bool
+    is_link: bool
+    nbytes: int
+
+
+class Door:
+    """Works below ``root``. Names are relative to it ("" is the root itself); an absolute path is taken as it
+    is, which only the making of the root's own ancestors needs."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = os.path.abspath(os.fspath(root))
+
+    def path(self, name: str) -> str:
+        return os.path.join(self.root, name) if name else self.root
+
+    # -- open files ------------------------------------------------------------------------------------
+
+    def open(self, name: str, flags: int, mode: int = 0o666) -> File:
+        """New files get ``mode`` less the umask (or what the directory's default ACL says)."""
+        reach("open.before", name)
+        fd = os.open(self.path(name), flags | os.O_CLOEXEC, mode)
+        reach("open.after", name)
+        return File(fd, name, bool(O_DIRECT and flags & O_DIRECT))
+
+    def close(self, file: File) -> None:
+        """Safe to call twice."""
+        fd, file.fd = file.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def set_direct(self, file: File, on: bool) -> None:
+        """Switch direct I/O of an open file; ``file.direct`` stays False if the file system has none."""
+        if not O_DIRECT or file.direct == on:
+            return
+        flags = fcntl.fcntl(file.fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(file.fd, fcntl.F_SETFL, flags | O_DIRECT if on else flags & ~O_DIRECT)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+        else:
+            file.direct = on
+
+    def write(self, file: File, view: memoryview, offset: int) -> int:
+        """Bytes written, which may be fewer than asked for."""
+        reach("write.before", file.name)
+        count = os.pwrite(file.fd, view, offset)
+        reach("write.after", file.name)
+        return count
+
+    def read_into(self, file: File, view: memoryview, offset: int) -> int:
+        """Bytes read, 0 at the end of the file."""
+        return os.preadv(file.fd, [view], offset)
+
+    def read(self, file: File, nbytes: int, offset: int) -> bytes:
+        return os.pread(file.fd, nbytes, offset)
+
+    def fsync(self, file: File) -> None:
+        reach("fsync.before", file.name)
+        os.fsync(file.fd)
+        reach("fsync.after", file.name)
+
+    def truncate(self, file: File, nbytes: int) -> None:
+        reach("truncate.before", file.name)
+        os.ftruncate(file.fd, nbytes)
+        reach("truncate.after", file.name)
+
+    def fallocate(self, file: File, nbytes: int) -> None:
+        """Reserve room for ``nbytes`` from the start, growing the file; raises OSError where the file system
+        cannot. (``posix_fallocate`` would then write into every block instead.)"""
+        reach("fallocate.before", file.name)
+        call = getattr(_libc, "fallocate64", None) or _libc.fallocate
+        _checked(call(file.fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)), self.path(file.name))
+        reach("fallocate.after", file.name)
+
+    def start_writeback(self, file: File, offset: int, nbytes: int) -> None:
+        """Ask the kernel to begin writing this range out. No promise, so no error either."""
+        call = getattr(_libc, "sync_file_range", None)
+        if call is not None:
+            call(file.fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
+
+    def stat_file(self, file: File) -> os.stat_result:
+        return os.fstat(file.fd)
+
+    # -- names -----------------------------------------------------------------------------------------
+
+    def stat(self, name: str) -> os.stat_result:
+        return os.stat(self.path(name))
+
+    def rename(self, source: str, target: str) -> None:
+        reach("rename.before", target)
+        os.rename(self.path(source), self.path(target))
+        reach("rename.after", target)
+
+    def link(self, source: str, target: str) -> None:
+        """A second name for ``source``; FileExistsError if there is a ``target``."""
+        reach("link.before", target)
+        os.link(self.path(source), self.path(target))
+        reach("link.after", target)
+
+    def unlink(self, name: str) -> None:
+        reach("unlink.before", name)
+        os.unlink(self.path(name))
+        reach("unlink.after", name)
+
+    def mkdir(self, name: str) -> None:
+        reach("mkdir.before", name)
+        os.mkdir(self.path(name))
+        reach("mkdir.after", name)
+
+    def rmdir(self, name: str) -> None:
+        reach("rmdir.before", name)
+        os.rmdir(self.path(name))
+        reach("rmdir.after", name)
+
+    def open_dir(self, name: str) -> File:
+        """A directory, for :meth:`fsync_dir`."""
+        return File(os.open(self.path(name), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), name)
+
+    def fsync_dir(self, directory: File) -> None:
+        """Make the entries of a directory durable. File systems that cannot do it (some network ones) keep
+        them durable by themselves."""
+        reach("fsyncdir.before", directory.name)
+        try:
+            os.fsync(directory.fd)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+        reach("fsyncdir.after", directory.name)
+
+    def scan(self, name: str) -> list[Entry]:
+        """The entries of a directory, sorted by name; those that vanish meanwhile are left out."""
+        with os.scandir(self.path(name)) as entries:
+            found = [_entry(entry) for entry in entries]
+        return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.name)
+
+
+def parent_of(name: str) -> str | None:
+    """The directory that holds ``name``: "" for a top-level one; None for the root, whose parent has no
+    relative name."""
+    return name.rpartition("/")[0] if name else None
+
+
+def _entry(entry: os.DirEntry[str]) -> Entry | None:
+    try:
+        is_dir = entry.is_dir()
+        is_file = not is_dir and entry.is_file()
+        nbytes = entry.stat().st_size if is_file else 0
+    except FileNotFoundError:
+        return None
+    return Entry(entry.name, is_dir, is_file, entry.is_symlink(), nbytes)
+
+
+def _checked(result: int, path: str) -> None:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), path)

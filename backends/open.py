@@ -1,0 +1,37 @@
+"""From what a user writes to a backend."""
+
+from __future__ import annotations
+
+import os
+import re
+from urllib.parse import unquote, urlsplit
+
+from .api import Backend
+from .errors import Permanent
+from .files import LocalBackend
+
+SUPPORTED = "a path, or file:///path"
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+
+
+def open_backend(url: str | os.PathLike[str], *, shared: bool = False, threads: int = 4) -> Backend:
+    """The backend for a path or a ``file://`` URL; nothing is read or made yet. ``shared`` says that all
+    nodes see the same files there. Raises Permanent for what is no such thing, naming what is supported."""
+    return LocalBackend(local_path(url), shared=shared, threads=threads)
+
+
+def local_path(url: str | os.PathLike[str]) -> str:
+    """The path that a path or a ``file://`` URL means (in a URL ``%20`` is a space, in a path it is not)."""
+    text = os.fspath(url)
+    scheme = _SCHEME.match(text)
+    if not text or "\0" in text:
+        raise Permanent(text, f"no place at all; supported: {SUPPORTED}")
+    if scheme is None or not isinstance(url, str):
+        return text
+    if scheme.group(1).lower() != "file":
+        raise Permanent(text, f"no backend for {scheme.group(1)!r}; supported: {SUPPORTED}")
+    parts = urlsplit(text)
+    if parts.netloc not in ("", "localhost") or parts.query or parts.fragment or not parts.path:
+        raise Permanent(text, "a file URL names one absolute path of this machine: file:///path")
+    return unquote(parts.path)

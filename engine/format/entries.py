@@ -1,0 +1,93 @@
+"""The values of a layout: which entry lies where in one rank's images.
+
+How they become bytes, and the functions to make and check them, is in :mod:`.layout`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+
+class Scope(enum.IntEnum):
+    """Whose an entry is."""
+
+    RANK = 0
+    """One rank's own: the same key on another rank is another thing."""
+    GLOBAL = 1
+    """One tensor of the whole job: the same key on every rank is the same tensor, replicated or in boxes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """An N-d half-open region of a global tensor; both tuples have the tensor's number of axes."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def full(cls, shape: tuple[int, ...]) -> Box:
+        """The box of a whole tensor."""
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def volume(self) -> int:
+        """Number of elements; 1 without axes."""
+        return math.prod(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class EntrySpec:
+    """One tensor of a rank's state before it has a place: what :func:`build_layout` takes.
+
+    ``shape`` is the global shape. ``boxes`` are what this rank holds (one full box for a plain tensor).
+    ``stored`` is False when another rank stores this (GLOBAL) entry.
+    """
+
+    part: str
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    scope: Scope = Scope.RANK
+    stored: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a rank's state with its place.
+
+    ``image`` is an index into ``Layout.images``, or None where another rank stores the entry. ``offset`` is
+    the byte offset of the first box from the start of the image (header included); the boxes lie one behind
+    the other, each row-major. ``nbytes`` is the size of all boxes together, stored here or not.
+    """
+
+    part: str
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    scope: Scope
+    image: int | None
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpec:
+    """One image of a rank: ``name`` is unique in the rank (the part, as a rule), ``header`` the safetensors
+    header as stored (8-byte length included, padded to 4 KiB), ``nbytes`` header and data together."""
+
+    name: str
+    part: str
+    header: bytes
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Entries in the order of the state tree (the order that state images refer to by index), and images."""
+
+    entries: tuple[Entry, ...]
+    images: tuple[ImageSpec, ...]

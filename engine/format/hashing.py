@@ -1,0 +1,69 @@
+"""Hashes of format version 1: XXH3 with 128 bits, in its canonical (big-endian) byte order.
+
+They find every accident (a flipped bit, a torn or swapped block); they are no defence against a forger.
+The functions hold no state. Those that hash a whole chunk release the interpreter lock while they do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from .constants import HASH_BYTES, HASH_DIGITS
+
+if TYPE_CHECKING:
+    from .vote import ImageRecord
+
+_HASH_TEXT = re.compile(rf"[0-9a-f]{{{HASH_DIGITS}}}")
+
+
+def digest(data: bytes | bytearray | memoryview) -> bytes:
+    """The 16 bytes of the hash of ``data``."""
+    value: bytes = xxhash.xxh3_128_digest(data)
+    return value
+
+
+def hexdigest(data: bytes | bytearray | memoryview) -> str:
+    """The hash of ``data`` as 32 lower-case hexadecimal digits."""
+    value: str = xxhash.xxh3_128_hexdigest(data)
+    return value
+
+
+def is_hash(text: object) -> bool:
+    """Whether ``text`` is a hash in text form."""
+    return isinstance(text, str) and _HASH_TEXT.fullmatch(text) is not None
+
+
+def chunk_count(nbytes: int, chunk_bytes: int) -> int:
+    """Number of chunks of an image of ``nbytes``: the last one may be short, an empty image has none."""
+    return -(-nbytes // chunk_bytes)
+
+
+def chunk_hashes(view: memoryview, chunk_bytes: int) -> bytes:
+    """Hashes of the consecutive chunks of ``view`` (a flat view of bytes), 16 bytes each, joined.
+
+    The last chunk is short where ``chunk_bytes`` does not divide the length. Nothing for an empty view.
+    """
+    one = xxhash.xxh3_128_digest
+    return b"".join([one(view[start : start + chunk_bytes]) for start in range(0, len(view), chunk_bytes)])
+
+
+def image_root(nbytes: int, chunks: bytes) -> bytes:
+    """Binds the size of an image and the hashes of all its chunks (as from :func:`chunk_hashes`)."""
+    return digest(b"everstep image\0" + nbytes.to_bytes(8, "little") + chunks)
+
+
+def rank_root(records: Sequence[ImageRecord]) -> bytes:
+    """Binds name, size and root of every image of one rank, in the order given.
+
+    Each name is preceded by its length, so that no two lists of images run together to the same bytes.
+    """
+    pieces = [b"everstep rank\0", len(records).to_bytes(4, "little")]
+    for record in records:
+        assert len(record.root) == HASH_BYTES, "a root is one hash"
+        name = record.name.encode()
+        pieces += (len(name).to_bytes(4, "little"), name, record.nbytes.to_bytes(8, "little"), record.root)
+    return digest(b"".join(pieces))

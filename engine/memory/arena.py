@@ -1,0 +1,494 @@
+"""The arena: one rank's slots in a shared-memory file."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any, Literal
+
+from everstep.errors import BadOption, Damaged, RunInUse, StepOrder, Superseded, UsageError
+
+from . import mapping as maps
+from . import points
+from .choose import Candidate, choose
+from .control import Control, Purpose, SlotState
+from .errors import ArenaGone, SlotGone
+from .header import (
+    OWNER_BYTES,
+    OWNER_OFFSETS,
+    WORD_BEAT_NS,
+    WORD_OWNER,
+    WORD_REMOVED,
+    WORD_STEP_NS,
+    Fixed,
+    Ownership,
+    aligned,
+    decode_fixed,
+    decode_owner,
+)
+from .info import OWNER_READS_MAX, ArenaInfo, describe
+from .lock import FileLock
+from .mapping import Mapping
+from .process import Process
+from .room import check_room, too_small
+from .slots import Pinned, SnapshotInfo, WriteSlot
+
+SUFFIX = ".arena"
+UNFINISHED_SUFFIX = ".new"
+Populate = Literal["now", "background", "no"]
+
+_SEALS = 0x1 | 0x2 | 0x4
+_F_ADD_SEALS = 1033
+
+
+class Arena:
+    """One opening of an arena file.
+
+    Processes: one owner writes snapshots (``begin``); any number read (``snapshots``, ``newest``, ``pin``).
+    Every method may be called from any thread. Changes of state are made under a short lock that its holder's
+    death frees; a kill at any instruction leaves the arena usable. In a forked child the object is dead
+    (ArenaGone).
+    """
+
+    def __init__(self, fd: int, path: Path | None, fixed: Fixed) -> None:
+        self._fd = fd
+        self._path = path
+        self._fixed = fixed
+        self._name = str(path) if path is not None else f"memory arena of rank {fixed.rank}"
+        self._lock = FileLock(fd, self._name)
+        self._control = Control(Mapping(fd, fixed.nbytes), fixed, self._lock, self._name)
+        self._term = 0
+        self._writing: dict[int, tuple[int, weakref.ref[WriteSlot]]] = {}
+        self._populating: threading.Thread | None = None
+        self._closed = False
+        _open.add(self)
+
+    # -- making and finding
+
+    @classmethod
+    def create(
+        cls,
+        directory: Path,
+        *,
+        run_key: str,
+        node: str,
+        rank: int,
+        world: int,
+        slots: int = 3,
+        slot_bytes: int,
+        chunk_bytes: int,
+        populate: Populate = "now",
+    ) -> Arena:
+        """A new arena of this process, ``rank-<rank>.<random>.arena`` in ``directory``.
+
+        Memory is reserved first: MemoryTooSmall, with nothing left behind, if it does not fit. ``slot_bytes``
+        is rounded up to 4 KiB. ``populate`` gives pages their memory now, on a thread, or at first touch.
+        """
+        fixed = _fixed(run_key, node, rank, slots, slot_bytes, chunk_bytes)
+        check_room(fixed.nbytes, directory)
+        path = directory / f"rank-{rank:05d}.{secrets.token_hex(4)}{SUFFIX}"
+        unfinished = path.with_name(
+            f"{path.name}.{fixed.created_pid}.{fixed.created_start}{UNFINISHED_SUFFIX}"
+        )
+        fd = maps.open_file(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+        try:
+            points.reach("arena.reserve.before", path.name)
+            _reserve(fd, fixed.nbytes, str(directory))
+            arena = cls._start(fd, path, fixed, world, populate)
+            points.reach("arena.name.before", path.name)
+            os.rename(unfinished, path)
+        except BaseException:
+            maps.close_file(fd)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(unfinished)
+            raise
+        return arena
+
+    @classmethod
+    def create_memfd(
+        cls,
+        *,
+        run_key: str,
+        node: str,
+        rank: int,
+        world: int,
+        slots: int = 3,
+        slot_bytes: int,
+        chunk_bytes: int,
+        populate: Populate = "now",
+    ) -> Arena:
+        """A new arena without a name, for where shared memory's file system is too small: it lives as long as
+        some process has it open (:meth:`fileno`, sent over a socket, :meth:`attach_fd`)."""
+        fixed = _fixed(run_key, node, rank, slots, slot_bytes, chunk_bytes)
+        check_room(fixed.nbytes, None)
+        fd = maps.open_memory(f"everstep-{run_key}-{rank}")
+        try:
+            _reserve(fd, fixed.nbytes, "memory")
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)  # nobody can shrink it under a reader
+            return cls._start(fd, None, fixed, world, populate)
+        except BaseException:
+            maps.close_file(fd)
+            raise
+
+    @classmethod
+    def _start(cls, fd: int, path: Path | None, fixed: Fixed, world: int, populate: Populate) -> Arena:
+        arena = cls(fd, path, fixed)
+        arena._control.mapping.view[: len(fixed.encode())] = fixed.encode()
+        with arena._lock:
+            arena._store_ownership(Ownership(1, 0, world, "", Process.current()))
+        arena._term = 1
+        arena.populate(populate)
+        return arena
+
+    @classmethod
+    def attach(cls, path: Path, *, populate: Populate = "no") -> Arena:
+        """Map an existing arena. FileNotFoundError, Damaged, UnknownFormat."""
+        fd = maps.open_file(path, os.O_RDWR | os.O_NOFOLLOW)
+        return cls._attach(fd, path, str(path), populate)
+
+    @classmethod
+    def attach_fd(cls, fd: int, *, populate: Populate = "no") -> Arena:
+        """Map the arena behind ``fd`` (of :meth:`fileno`, from another process). ``fd`` stays the
+        caller's."""
+        # Opened anew: a descriptor that was sent shares its locks with the sender.
+        own = maps.open_file(f"/proc/self/fd/{fd}", os.O_RDWR)
+        return cls._attach(own, None, "memory arena", populate)
+
+    @classmethod
+    def _attach(cls, fd: int, path: Path | None, name: str, populate: Populate) -> Arena:
+        try:
+            fixed = decode_fixed(os.pread(fd, 4096, 0), name, os.fstat(fd).st_size)
+            arena = cls(fd, path, fixed)
+        except BaseException:
+            maps.close_file(fd)
+            raise
+        arena.populate(populate)
+        return arena
+
+    def populate(self, how: Populate = "now") -> None:
+        """Give all pages their memory, and this process its map of them, before the first copy needs them."""
+        if how == "now":
+            self._control.mapping.populate()
+        elif how == "background":
+            target = self._control.mapping.populate
+            self._populating = threading.Thread(target=target, name="everstep-populate", daemon=True)
+            self._populating.start()
+
+    # -- header
+
+    @property
+    def info(self) -> ArenaInfo:
+        """The header as it is now. Damaged if its owner record is."""
+        return describe(self._path, self._fixed, self._ownership())
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def take(self, owner: Process, *, run_id: str, incarnation: int, world: int) -> None:
+        """Become the owner. What a dead owner was writing becomes free; its snapshots stay. Of another run's
+        snapshots none stays.
+
+        RunInUse while another living process owns it (or reads another run's snapshots); Superseded if a
+        newer incarnation owned it; ArenaGone if it was cleaned up meanwhile. Within one process the last
+        taker owns it.
+        """
+        with self._lock:
+            before = self._ownership()
+            self._check_takeable(before, owner, run_id, incarnation)
+            if before.run_id not in ("", run_id):
+                self._free_all()
+            else:
+                self._free_unfinished()
+            points.reach("take.locked", str(incarnation))
+            term = before.term + 1
+            self._store_ownership(Ownership(term, incarnation, world, run_id, owner))
+            self._term = term
+            self._writing.clear()
+
+    def _check_takeable(self, before: Ownership, owner: Process, run_id: str, incarnation: int) -> None:
+        if self._words[WORD_REMOVED]:
+            raise ArenaGone(f"{self._name} was cleaned up meanwhile", hint="Make a new arena")
+        if before.process not in (None, owner) and before.process.alive():
+            raise RunInUse(
+                f"{self._name} is owned by a living process",
+                found=f"process {before.process.pid}, incarnation {before.incarnation}",
+                pid=before.process.pid,
+                hint="Wait until it has ended, or stop it",
+            )
+        if before.run_id not in ("", run_id):
+            for index in range(self._fixed.slots):
+                if pins := self._control.living_pins(index):
+                    raise RunInUse(
+                        f"{self._name}: snapshots of run {before.run_id} are still read", pid=pins[0][0].pid
+                    )
+        elif incarnation < before.incarnation:
+            raise Superseded(
+                f"{self._name} belongs to a newer incarnation", found=before.incarnation, expected=incarnation
+            )
+
+    def _free_unfinished(self) -> None:
+        for index in range(self._fixed.slots):
+            generation, state = self._control.read_word(index)
+            if state is SlotState.WRITING:
+                self._control.store_word(index, generation, SlotState.FREE)
+
+    def _free_all(self) -> None:
+        for index in range(self._fixed.slots):
+            generation, _ = self._control.read_word(index)
+            self._control.store_word(index, generation, SlotState.FREE)
+
+    def beat(self, step_seconds: float) -> None:
+        """The owner is at work; a step takes about ``step_seconds``."""
+        self._words[WORD_STEP_NS] = max(0, min(int(step_seconds * 1e9), 1 << 62))
+        self._words[WORD_BEAT_NS] = time.monotonic_ns()
+
+    def heartbeat(self) -> tuple[float, float] | None:
+        """(seconds since the last :meth:`beat`, seconds per step); None before the first of this boot."""
+        at, step = self._words[WORD_BEAT_NS], self._words[WORD_STEP_NS]
+        age = time.monotonic_ns() - at
+        return (age / 1e9, step / 1e9) if at and age >= 0 else None
+
+    # -- snapshots
+
+    def newest(self, incarnation: int) -> int | None:
+        """Newest VALID or SEALED step of ``incarnation``; no lock, some microseconds."""
+        steps = [found.step for found in self._scan() if found.incarnation == incarnation]
+        return max(steps, default=None)
+
+    def snapshots(self) -> list[SnapshotInfo]:
+        """All VALID and SEALED ones, oldest first. Damaged ones are left out: see :meth:`problems`."""
+        return sorted(self._scan(), key=lambda found: found.key)
+
+    def problems(self) -> list[Damaged]:
+        """What does not match its checksum in the slots' control blocks (data is proved by hashes
+        instead)."""
+        found = []
+        with self._lock:
+            for index in range(self._fixed.slots):
+                try:
+                    self._check_control(index)
+                except Damaged as error:
+                    found.append(error)
+        return found
+
+    def _check_control(self, index: int) -> None:
+        generation, state = self._control.read_word(index)
+        label = self._control.label(index)
+        if state is None:
+            raise Damaged(f"{label}: unknown state", name=label, slot=index)
+        if state in (SlotState.VALID, SlotState.SEALED):
+            identity = self._control.read_identity(index, generation)
+            if identity is None:
+                raise Damaged(f"{label}: what it holds does not match its checksum", name=label, slot=index)
+            self._control.read_table(index, identity)
+            if state is SlotState.SEALED:
+                self._control.read_sealed(index, generation)
+
+    def _scan(self) -> list[SnapshotInfo]:
+        found = (self._snapshot(index) for index in range(self._fixed.slots))
+        return [info for info in found if info is not None]
+
+    def _snapshot(self, index: int) -> SnapshotInfo | None:
+        control = self._control
+        generation, state = control.read_word(index)
+        if state not in (SlotState.VALID, SlotState.SEALED):
+            return None
+        identity = control.read_identity(index, generation)  # None also when it is replaced at this moment
+        if identity is None or control.read_word(index)[0] != generation:
+            return None
+        assert state is not None
+        return SnapshotInfo(
+            index, generation, state, identity.incarnation, identity.step, identity.layout_hash
+        )
+
+    def pin(self, index: int, generation: int, *, purpose: Purpose = Purpose.OTHER) -> Pinned:
+        """Keep a snapshot from being overwritten. SlotGone if the slot no longer holds it; Damaged if what
+        the slot says of itself does not match its checksum."""
+        if not 0 <= index < self._fixed.slots:
+            raise BadOption("slot index", found=index, expected=f"0 to {self._fixed.slots - 1}")
+        control = self._control
+        with self._lock:
+            now, state = control.read_word(index)
+            if now != generation or state not in (SlotState.VALID, SlotState.SEALED):
+                raise SlotGone(
+                    f"{control.label(index)} no longer holds that snapshot",
+                    found=f"generation {now}, {'unknown state' if state is None else state.name}",
+                    expected=f"generation {generation}, VALID or SEALED",
+                    slot=index,
+                )
+            info = self._snapshot(index)
+            identity = control.read_identity(index, generation)
+            if info is None or identity is None:
+                label = control.label(index)
+                raise Damaged(f"{label}: what it holds does not match its checksum", name=label, slot=index)
+            regions = control.read_table(index, identity)
+            pin = control.add_pin(index, Process.current(), purpose)
+            points.reach("pin.locked", str(info.step))
+        return Pinned(control, info, regions, pin)
+
+    # -- writing
+
+    def begin(self, incarnation: int, step: int, *, complete: tuple[int, int] | None) -> WriteSlot | None:
+        """A slot to write the snapshot of ``step`` into, now WRITING; None when there is no room now.
+
+        ``complete`` is W as (incarnation, step); after a resume, the adopted step. Which slots may be reused
+        is :func:`~everstep.memory.choose.choose`'s decision; a living process's pin protects any. UsageError
+        unless owned; Superseded when another took the arena; StepOrder unless the step is newer than all of
+        the incarnation's.
+        """
+        with self._lock:
+            self._check_mine()
+            newest = self.newest(incarnation)
+            if newest is not None and step <= newest:
+                raise StepOrder("a snapshot must be of a newer step", found=step, expected=f"above {newest}")
+            index = choose([self._candidate(i) for i in range(self._fixed.slots)], incarnation, complete)
+            if index is None:
+                return None
+            generation, before = self._control.read_word(index)
+            old = self._snapshot(index)
+            layout_hash = old.layout_hash if old is not None and before is not SlotState.FREE else ""
+            self._control.store_word(index, generation + 1, SlotState.WRITING)
+            points.reach("slot.begin", str(step))
+            slot = WriteSlot(self._control, index, generation + 1, (incarnation, step), layout_hash)
+            self._writing[index] = (generation + 1, weakref.ref(slot))
+            return slot
+
+    def _candidate(self, index: int) -> Candidate:
+        generation, state = self._control.read_word(index)
+        busy = False
+        if state is SlotState.WRITING:
+            writer = self._writing.get(index)
+            held = writer[1]() if writer is not None and writer[0] == generation else None
+            busy = held is not None and held.open
+        elif state is not SlotState.FREE:
+            busy = bool(self._control.living_pins(index))
+        free = state in (SlotState.FREE, SlotState.WRITING)
+        info = self._snapshot(index)
+        return Candidate(index, free and not busy, info.key if info is not None else None, busy)
+
+    def _check_mine(self) -> None:
+        owner = self._ownership()
+        if self._term == 0:
+            raise UsageError(f"{self._name} is not owned by this object", hint="Call take() first")
+        if owner.term != self._term or owner.process != Process.current():
+            raise Superseded(f"{self._name} was taken by another opening", found=owner.process)
+
+    # -- the end
+
+    def close(self) -> None:
+        """Give up ownership, if it is this object's, release its pins and let go of the memory. Views handed
+        out before keep the pages mapped until they are gone. Safe to call again."""
+        if self._closed:
+            return
+        try:
+            self._disown()
+        finally:
+            self._closed = True
+            _open.discard(self)
+            self._lock.retire()
+            self._control.close()
+            maps.close_file(self._fd)
+            self._fd = -1
+        if self._populating is not None:
+            self._populating.join()
+
+    def _disown(self) -> None:
+        if self._term == 0:
+            return
+        with self._lock:
+            owner = self._ownership()
+            if owner.term == self._term and owner.process == Process.current():
+                self._free_unfinished()
+                self._store_ownership(
+                    Ownership(owner.term + 1, owner.incarnation, owner.world, owner.run_id, None)
+                )
+
+    def unlink(self) -> None:
+        """Remove the file. Whoever has it mapped goes on; nobody can take it again. Memory comes back with
+        the last mapping."""
+        with self._lock:
+            self._words[WORD_REMOVED] = 1
+        if self._path is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+
+    def remove_if_unused(self) -> bool:
+        """:meth:`unlink` unless a living process owns it or pins a slot of it; whether it did."""
+        with self._lock:
+            owner = self._ownership().process
+            if owner is not None and owner.alive():
+                return False
+            if any(self._control.living_pins(index) for index in range(self._fixed.slots)):
+                return False
+            self._words[WORD_REMOVED] = 1
+        self.unlink()
+        return True
+
+    # -- inner parts
+
+    @property
+    def _words(self) -> memoryview:
+        if self._closed:
+            raise ArenaGone(f"{self._name}: closed, or used after a fork")
+        return self._control.words
+
+    def _ownership(self) -> Ownership:
+        for _ in range(OWNER_READS_MAX):
+            offset = OWNER_OFFSETS[self._words[WORD_OWNER] & 1]
+            found = decode_owner(bytes(self._control.mapping.view[offset : offset + OWNER_BYTES]))
+            if found is not None:
+                return found
+        raise Damaged(f"owner record of {self._name} does not match its checksum", name=self._name)
+
+    def _store_ownership(self, ownership: Ownership) -> None:
+        """Under the lock."""
+        place = 1 - (self._words[WORD_OWNER] & 1)
+        data = ownership.encode()
+        offset = OWNER_OFFSETS[place]
+        self._control.mapping.view[offset : offset + len(data)] = data
+        points.reach("owner.locked", str(ownership.incarnation))
+        self._words[WORD_OWNER] = place
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        self.close()
+
+
+def _fixed(run_key: str, node: str, rank: int, slots: int, slot_bytes: int, chunk_bytes: int) -> Fixed:
+    me = Process.current()
+    return Fixed(run_key, node, rank, slots, aligned(slot_bytes), chunk_bytes, me.pid, me.start_time)
+
+
+def _reserve(fd: int, nbytes: int, where: str) -> None:
+    """Give the file all its memory, or raise MemoryTooSmall: a page that is missing later would be a
+    SIGBUS."""
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (28, 122, 12, 27):  # ENOSPC, EDQUOT, ENOMEM, EFBIG
+            raise
+        stat = os.fstatvfs(fd)
+        os.ftruncate(fd, 0)
+        raise too_small(nbytes, stat.f_bavail * stat.f_frsize, where) from error
+
+
+_open: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for arena in list(_open):
+        arena._closed = True
+        arena._lock.retire()
+        arena._control.forget()
+        arena._fd = -1
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

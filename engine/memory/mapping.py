@@ -1,0 +1,153 @@
+"""A shared file mapping that ends with its last user and does not pass a fork.
+
+Python's ``mmap`` keeps a second descriptor that a forked child cannot be rid of, and unmaps by address in the
+child, where something else may lie by then. So the mapping is made by hand here: views keep it alive; a
+forked child gets inaccessible pages at the same addresses at once, so a stale view faults there instead of
+keeping the memory of the arena, and loader workers that outlive the trainer hold nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import weakref
+from typing import Any
+
+PAGE_BYTES = 4096
+POPULATE_PIECE_BYTES = 64 << 20
+"""Pre-faulting goes in pieces, so that closing need not wait for all of it."""
+
+_PROT_NONE = 0
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_MADV_DONTFORK = 10
+_MADV_POPULATE_WRITE = 23
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class Mapping:
+    """``nbytes`` of the file behind ``fd``, mapped shared and writable at ``address``.
+
+    The pages are unmapped when the last buffer taken from :attr:`view` (memoryview, tensor) is gone, so no
+    view can ever dangle. Any thread may use it; :meth:`populate` is one thread's.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.address = address = _map(fd, nbytes)
+        self.nbytes = nbytes
+        self._stop = threading.Event()
+
+        class Pages(ctypes.c_ubyte * nbytes):  # type: ignore[misc]  # a subclass can be referred to weakly
+            __slots__ = ()
+
+        pages = Pages.from_address(address)
+        weakref.finalize(pages, _unmap, address, nbytes).atexit = False
+        self._pages: Any = pages
+        self.view: memoryview = memoryview(pages).cast("B")
+
+    def populate(self) -> None:
+        """Give every page its memory now (about 1 s per GiB), unless :meth:`close` is called meanwhile.
+
+        Touching is left to the kernel, which leaves contents alone, so this may run beside writers. The
+        interpreter lock is not held.
+        """
+        keep = self._pages  # until this returns, whoever closes
+        address = self.address
+        for start in range(0, self.nbytes, POPULATE_PIECE_BYTES):
+            if self._stop.is_set():
+                return
+            nbytes = min(POPULATE_PIECE_BYTES, self.nbytes - start)
+            if _libc.madvise(address + start, nbytes, _MADV_POPULATE_WRITE) != 0:
+                return  # an older kernel: pages come at the first touch, slower but right
+        del keep
+
+    def close(self) -> None:
+        """Let go. The pages stay mapped for as long as somebody holds a view of them."""
+        self._stop.set()
+        self.view = memoryview(b"")
+        self._pages = None
+
+
+_guard = threading.RLock()
+"""Held while mappings and descriptors come and go, and by a fork: a child knows all that it must drop.
+Re-entrant, because a finalizer may run anywhere."""
+_mappings: dict[int, int] = {}
+"""Address -> size. Guarded by _guard."""
+_descriptors: set[int] = set()
+"""Open files of arenas. Guarded by _guard."""
+
+
+def open_file(path: str | os.PathLike[str], flags: int, mode: int = 0o600) -> int:
+    """``os.open`` of a file that neither a fork nor an exec inherits."""
+    with _guard:
+        fd = os.open(path, flags | os.O_CLOEXEC, mode)
+        _descriptors.add(fd)
+    return fd
+
+
+def open_memory(name: str) -> int:
+    """A memory file without a name in the file system, that may be sealed; inherited by nobody."""
+    with _guard:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        _descriptors.add(fd)
+    return fd
+
+
+def close_file(fd: int) -> None:
+    """Close a descriptor of :func:`open_file` or :func:`open_memory`; in a forked child it is closed
+    already."""
+    with _guard:
+        if fd in _descriptors:
+            _descriptors.remove(fd)
+            os.close(fd)
+
+
+def _map(fd: int, nbytes: int) -> int:
+    with _guard:
+        address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+        if address is None or address == _FAILED:
+            error = ctypes.get_errno()
+            raise OSError(error, f"mmap of {nbytes} bytes: {os.strerror(error)}")
+        _mappings[address] = nbytes
+        # For forks by foreign code that runs no Python handlers.
+        _libc.madvise(address, nbytes, _MADV_DONTFORK)
+    return int(address)
+
+
+def _unmap(address: int, nbytes: int) -> None:
+    with _guard:
+        if _mappings.pop(address, None) is not None:
+            _libc.munmap(address, nbytes)
+
+
+def _drop_in_child() -> None:
+    global _guard
+    _guard = threading.RLock()
+    for address, nbytes in _mappings.items():
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+        _libc.mmap(address, nbytes, _PROT_NONE, flags, -1, 0)
+    for fd in _descriptors:
+        os.close(fd)
+    _descriptors.clear()
+
+
+os.register_at_fork(
+    before=lambda: _guard.acquire(),
+    after_in_parent=lambda: _guard.release(),
+    after_in_child=_drop_in_child,
+)

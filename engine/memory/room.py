@@ -1,0 +1,87 @@
+"""Is there memory for an arena? Asked before a byte is reserved, so that the answer is an error and never a
+SIGBUS, nor the kernel's out-of-memory killer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from everstep.errors import MemoryTooSmall
+
+HEADROOM_BYTES = 64 << 20
+"""Left free below a limit of the kernel: reserving the last byte of a cgroup kills the trainer instead."""
+
+_HINT = (
+    "Give the container more shared memory (docker run --shm-size, an emptyDir with medium: Memory, or "
+    "mount -o remount,size=... /dev/shm), use fewer slots, or set Memory(directory=...) to a larger memory "
+    "file system"
+)
+
+
+def too_small(needed: int, free: int, where: str) -> MemoryTooSmall:
+    """The error that says how many bytes are needed, how many are free, and what to set."""
+    return MemoryTooSmall(
+        f"no room for the snapshot slots in {where}",
+        found=f"{free:,} bytes free",
+        expected=f"{needed:,} bytes",
+        hint=_HINT,
+        needed=needed,
+        free=free,
+        where=where,
+    )
+
+
+def check_room(nbytes: int, directory: Path | None) -> None:
+    """Raise :class:`MemoryTooSmall` when ``nbytes`` clearly do not fit: in the file system of ``directory``
+    (None: memory without a name), in any memory cgroup above this process, or in the machine."""
+    if directory is not None:
+        stat = os.statvfs(directory)
+        free = stat.f_bavail * stat.f_frsize
+        if nbytes > free:
+            raise too_small(nbytes, free, str(directory))
+    for where, free in _limits():
+        if nbytes + HEADROOM_BYTES > free:
+            raise too_small(nbytes + HEADROOM_BYTES, max(free, 0), where)
+
+
+def _limits() -> Iterator[tuple[str, int]]:
+    with contextlib.suppress(OSError, ValueError, IndexError):  # no cgroups here, or of an unknown make
+        yield from _cgroup_limits()
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                yield "the machine's memory", int(line.split()[1]) * 1024
+
+
+def _cgroup_limits() -> Iterator[tuple[str, int]]:
+    """(name, bytes still free) of every memory cgroup that this process is in, innermost first."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            yield from _walk(Path("/sys/fs/cgroup"), path, "memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root = Path("/sys/fs/cgroup/memory")
+            yield from _walk(root, path, "memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+def _walk(root: Path, path: str, limit_name: str, usage_name: str) -> Iterator[tuple[str, int]]:
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    for depth in range(len(parts), -1, -1):
+        group = root.joinpath(*parts[:depth])
+        if not (group / limit_name).exists():
+            continue
+        limit = (group / limit_name).read_text().strip()
+        if limit == "max" or int(limit) >= 1 << 60:
+            continue
+        used = int((group / usage_name).read_text()) - _reclaimable(group)
+        yield f"the memory limit of cgroup {group}", int(limit) - used
+
+
+def _reclaimable(group: Path) -> int:
+    """Bytes of page cache that the kernel drops before it kills."""
+    for line in (group / "memory.stat").read_text().splitlines():
+        if line.startswith("inactive_file "):
+            return int(line.split()[1])
+    return 0

@@ -1,0 +1,92 @@
+"""Asking a backend: its errors in everstep's words, and bounded concurrency.
+
+"Not there" is an answer, so :class:`~everstep.backends.errors.NotFound` passes through :func:`reading`;
+whatever else a read raises means that the storage did not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from everstep.backends.api import Backend
+from everstep.backends.errors import BackendError, Conflict, NoSpace, NotFound
+from everstep.errors import CannotTell, SaveFailed, StorageFull
+
+PARALLEL_MAX = 16
+"""Requests for small objects that one call has in flight."""
+
+SMALL_BYTES_MAX = 64 << 20
+"""No record, manifest or layout is larger; a larger object of such a name is not one of ours."""
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@contextmanager
+def reading(backend: Backend, name: str) -> Iterator[None]:
+    """Turn what a read of ``name`` raises into :class:`CannotTell`, but for NotFound."""
+    try:
+        yield
+    except NotFound:
+        raise
+    except BackendError as error:
+        raise CannotTell(
+            f"{backend.url}: cannot read {name or 'the listing'}",
+            found=f"{type(error).__name__}: {error.cause or error.name}",
+            hint="Try again when the storage answers; nothing was decided from this",
+            name=name,
+        ) from error
+
+
+@contextmanager
+def writing(backend: Backend, name: str, **fields: object) -> Iterator[None]:
+    """Turn what a write of ``name`` raises into :class:`StorageFull` or :class:`SaveFailed`, but for Conflict."""
+    try:
+        yield
+    except Conflict:
+        raise
+    except NoSpace as error:
+        raise StorageFull(
+            f"{backend.url}: no room for {name}",
+            found=error.cause or "a full disk or quota",
+            hint="Free space, or keep fewer checkpoints; earlier ones are untouched",
+            name=name,
+            tier=backend.url,
+            **fields,
+        ) from error
+    except BackendError as error:
+        raise SaveFailed(
+            f"{backend.url}: cannot write {name}",
+            found=f"{type(error).__name__}: {error.cause or error.name}",
+            hint="Earlier checkpoints are untouched",
+            name=name,
+            tier=backend.url,
+            **fields,
+        ) from error
+
+
+async def each(items: Iterable[T], work: Callable[[T], Awaitable[R]], *, limit: int = PARALLEL_MAX) -> list[R]:
+    """``work`` of every item, at most ``limit`` at a time; results in the items' order.
+
+    The first error stops the rest and is raised.
+    """
+    todo = list(enumerate(items))
+    results: dict[int, R] = {}
+    todo.reverse()
+
+    async def worker() -> None:
+        while todo:
+            index, item = todo.pop()
+            results[index] = await work(item)
+
+    tasks = [asyncio.ensure_future(worker()) for _ in range(min(limit, len(todo)))]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return [results[index] for index in sorted(results)]

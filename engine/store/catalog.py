@@ -1,0 +1,177 @@
+"""What lies in a run, by name; and the decision that counts for a checkpoint.
+
+An uncached listing proposes; decisions decide; the lineage chooses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everstep.backends.api import Backend
+from everstep.backends.errors import NotFound
+from everstep.errors import Damaged
+from everstep.format import names
+from everstep.format.layout import Layout, decode, decompress, layout_hash
+from everstep.format.manifest import Abort, Decision, Manifest, Tombstone, decode_decision
+from everstep.format.vote import Vote, decode_vote
+
+from .asking import SMALL_BYTES_MAX, each, reading
+
+READ_TRIES_MAX = 4
+"""How often a checkpoint's directory is listed again when a listed decision has vanished meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepNames:
+    """One checkpoint's directory: its decisions' and attempts' numbers, ascending."""
+
+    step: int
+    incarnation: int
+    decisions: tuple[int, ...]
+    attempts: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(incarnation, step): the order of a lineage."""
+        return self.incarnation, self.step
+
+
+async def list_steps(backend: Backend) -> list[StepNames]:
+    """All checkpoints' directories, newest (incarnation, step) last. Names that are not ours are left out."""
+    with reading(backend, names.CHECKPOINTS):
+        children = await backend.list_names(names.CHECKPOINTS)
+    steps = [step for child in children if (step := names.parse_step(child)) is not None]
+
+    async def of_step(step: int) -> list[StepNames]:
+        with reading(backend, names.step_dir(step)):
+            inner = await backend.list_names(names.step_dir(step))
+        numbers = [number for child in inner if (number := names.parse_incarnation(child)) is not None]
+        return [await list_step(backend, step, number) for number in numbers]
+
+    lists = await each(steps, of_step)
+    return sorted((found for some in lists for found in some), key=lambda found: found.key)
+
+
+async def list_step(backend: Backend, step: int, incarnation: int) -> StepNames:
+    """One checkpoint's directory; empty where there is none."""
+    directory = names.checkpoint_dir(step, incarnation)
+    with reading(backend, directory):
+        children = await backend.list_names(directory)
+    decisions = [number for child in children if (number := names.parse_decision(child)) is not None]
+    attempts = [number for child in children if (number := names.parse_attempt(child)) is not None]
+    return StepNames(step, incarnation, tuple(sorted(decisions)), tuple(sorted(attempts)))
+
+
+async def read_decision_at(backend: Backend, step: int, incarnation: int, number: int) -> Decision | None:
+    """Decision ``number`` of the checkpoint; None if there is none. Raises Damaged, UnknownFormat, CannotTell."""
+    name = names.decision(step, incarnation, number)
+    try:
+        with reading(backend, name):
+            data = await backend.read(name, SMALL_BYTES_MAX)
+    except NotFound:
+        return None
+    return decode_decision(data, name)
+
+
+async def read_decision(backend: Backend, found: StepNames) -> Manifest | Tombstone | None:
+    """The decision that counts: the highest that is no abort record; None where nothing was decided.
+
+    A decision that vanishes between listing and reading (rotation at work) makes it list again. Raises Damaged,
+    UnknownFormat, CannotTell: a decision that cannot be read hides whatever lies below it.
+    """
+    numbered = await read_numbered(backend, found)
+    return None if numbered is None else numbered[1]
+
+
+async def read_numbered(backend: Backend, found: StepNames) -> tuple[int, Manifest | Tombstone] | None:
+    """As :func:`read_decision`, with the number under which the decision is stored."""
+    for _ in range(READ_TRIES_MAX):
+        for number in reversed(found.decisions):
+            decision = await read_decision_at(backend, found.step, found.incarnation, number)
+            if decision is None:
+                break
+            if not isinstance(decision, Abort):
+                return number, decision
+        else:
+            return None
+        found = await list_step(backend, found.step, found.incarnation)
+    name = names.checkpoint_dir(found.step, found.incarnation)
+    raise Damaged(
+        f"{name}: decisions are listed that cannot be read",
+        found=f"decisions {list(found.decisions)}, gone when read",
+        expected="every listed decision",
+        name=name,
+    )
+
+
+async def read_vote(backend: Backend, step: int, incarnation: int, attempt: int, rank: int) -> tuple[bytes, Vote]:
+    """One vote, as stored and decoded, checked against its name. Raises NotFound, Damaged, CannotTell."""
+    name = names.vote(step, incarnation, attempt, rank)
+    with reading(backend, name):
+        data = await backend.read(name)
+    vote = decode_vote(data, name)
+    found = (vote.step, vote.incarnation, vote.attempt, vote.rank)
+    if found != (step, incarnation, attempt, rank):
+        raise Damaged(
+            f"{name} is the vote of another place",
+            found="step %d, incarnation %d, attempt %d, rank %d" % found,
+            expected=f"step {step}, incarnation {incarnation}, attempt {attempt}, rank {rank}",
+            name=name,
+        )
+    return data, vote
+
+
+async def voted_ranks(backend: Backend, step: int, incarnation: int, attempt: int) -> list[int]:
+    """The ranks whose votes of the attempt are there, ascending."""
+    directory = names.attempt_dir(step, incarnation, attempt)
+    with reading(backend, directory):
+        children = await backend.list_names(directory)
+    parsed = [names.parse(f"{directory}/{child}") for child in children]
+    return sorted(one.rank for one in parsed if one and one.kind is names.Kind.VOTE and one.rank is not None)
+
+
+async def complete_undecided(backend: Backend, found: StepNames) -> tuple[int, ...]:
+    """Attempts with all their votes but no decision: what a lost manifest looks like. (A crash leaves it only
+    between the last vote and the commit.) Such a checkpoint can be committed still."""
+    complete = []
+    for attempt in found.attempts:
+        if attempt in found.decisions:
+            continue
+        ranks = await voted_ranks(backend, found.step, found.incarnation, attempt)
+        if not ranks:
+            continue
+        try:
+            _, vote = await read_vote(backend, found.step, found.incarnation, attempt, ranks[0])
+        except (NotFound, Damaged):
+            continue
+        if ranks == list(range(vote.world)):
+            complete.append(attempt)
+    return tuple(complete)
+
+
+async def read_layouts(backend: Backend, hashes: set[str]) -> dict[str, Layout]:
+    """The layouts of these hashes, verified. Raises Damaged (missing, or other bytes), CannotTell."""
+    ordered = sorted(hashes)
+
+    async def one(hash_text: str) -> Layout:
+        return await read_layout(backend, hash_text)
+
+    return dict(zip(ordered, await each(ordered, one), strict=True))
+
+
+async def read_layout(backend: Backend, hash_text: str) -> Layout:
+    """One layout, verified against its name."""
+    name = names.layout(hash_text)
+    try:
+        with reading(backend, name):
+            data = await backend.read(name, SMALL_BYTES_MAX)
+    except NotFound:
+        raise Damaged(f"{name} is missing", found="nothing", expected="a layout", name=name) from None
+    try:
+        encoded = decompress(data)
+    except Damaged as error:
+        raise Damaged(f"{name} is damaged", found=str(error), expected="a layout", name=name) from error
+    found = layout_hash(encoded)
+    if found != hash_text:
+        raise Damaged(f"{name} is damaged", found=f"hash {found}", expected=f"hash {hash_text}", name=name)
+    return decode(encoded)

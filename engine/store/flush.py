@@ -1,0 +1,330 @@
+"""Making one rank's snapshot durable: layout, images, state, and last the vote.
+
+Every piece is hashed from the slot's own bytes before it leaves, one piece ahead of the write. The slot is
+sealed with those hashes, and still holds the same snapshot, before the vote is written. A vote stands for
+images that are durable: its order on the backend is layout, images, state, vote.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from everstep.backends.api import Backend
+from everstep.backends.errors import Conflict, NotFound
+from everstep.backends.points import reach
+from everstep.errors import BadOption, Damaged, SaveAbandoned, SaveFailed
+from everstep.format import names
+from everstep.format.constants import HASH_BYTES
+from everstep.format.hashing import chunk_hashes, image_root, rank_root
+from everstep.format.layout import Layout, compress, decode, decompress, layout_hash
+from everstep.format.manifest import Abort
+from everstep.format.records import RunRecord
+from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote, encode_vote
+
+from .asking import SMALL_BYTES_MAX, each, reading, writing
+from .catalog import read_decision_at, read_vote
+
+if TYPE_CHECKING:
+    from everstep.memory.arena import Pinned
+
+log = logging.getLogger("everstep.store")
+
+PIECE_BYTES = 8 << 20
+"""One write. Two pieces are in use per image: one being hashed, one being written."""
+
+IMAGES_PARALLEL = 2
+"""Images of one rank that are written side by side."""
+
+LAYOUT_REGION = "layout"
+META_REGION = "meta"
+IMAGE_REGION = "image:"
+"""Names of a slot's regions; an image's region is this and the image's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlushJob:
+    """One rank's share of one attempt."""
+
+    step: int
+    incarnation: int
+    attempt: int
+    rank: int
+    world: int
+    kind: str = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """One image to write: its name in the vote, its region in the slot, its object's name."""
+
+    image: str
+    region: str
+    name: str
+
+
+async def flush_rank(
+    backend: Backend, job: FlushJob, pinned: Pinned, *, chunk_bytes: int, run: RunRecord
+) -> Vote:
+    """Write the pinned snapshot as ``job``'s share and vote. Doing it again, after a crash at any point, ends in
+    the same vote.
+
+    Raises SaveFailed or StorageFull (nothing counts; the same attempt may be tried again), SaveAbandoned (the
+    attempt was given up), SlotGone (the slot was reused), Damaged (the slot's bytes changed after sealing),
+    CannotTell.
+    """
+    if chunk_bytes != run.chunk_bytes:
+        raise BadOption("the arena and the run differ in chunk size", found=chunk_bytes, expected=run.chunk_bytes)
+    layout, encoded = _layout_of(job, pinned)
+    await _refuse_decided(backend, job)
+    images = [
+        _Source(spec.name, IMAGE_REGION + spec.name, names.image(*_place(job), spec.name))
+        for spec in layout.images
+    ]
+    images.append(_Source(STATE_IMAGE, STATE_IMAGE, names.state(*_place(job))))
+    former = await _former_vote(backend, job, pinned, images)
+    if former is not None:
+        return former
+    await _store_layout(backend, pinned.info.layout_hash, encoded)
+    with ThreadPoolExecutor(2 * IMAGES_PARALLEL, thread_name_prefix="everstep-hash") as pool:
+        records = tuple(
+            await each(
+                images,
+                lambda image: _write_image(backend, job, pinned, image, chunk_bytes, pool),
+                limit=IMAGES_PARALLEL,
+            )
+        )
+    pinned.seal(records)
+    pinned.check()
+    vote = _vote(job, pinned, records)
+    await _publish(backend, job, vote)
+    return vote
+
+
+def _place(job: FlushJob) -> tuple[int, int, int, int]:
+    return job.step, job.incarnation, job.attempt, job.rank
+
+
+def _layout_of(job: FlushJob, pinned: Pinned) -> tuple[Layout, bytes]:
+    """The slot's layout, decoded and as canonical bytes; the slot must hold what ``job`` says."""
+    info = pinned.info
+    if (info.step, info.incarnation) != (job.step, job.incarnation):
+        raise SaveFailed(
+            "the slot holds another snapshot than the one to flush",
+            found=f"step {info.step} of incarnation {info.incarnation}",
+            expected=f"step {job.step} of incarnation {job.incarnation}",
+            step=job.step,
+            rank=job.rank,
+        )
+    encoded = bytes(pinned.view(LAYOUT_REGION))
+    found = layout_hash(encoded)
+    if found != info.layout_hash:
+        name = f"slot of rank {job.rank}, layout"
+        raise Damaged(
+            f"{name}: not the layout that was put there", found=found, expected=info.layout_hash, name=name
+        )
+    layout = decode(encoded)
+    for spec in layout.images:
+        nbytes = pinned.regions.get(IMAGE_REGION + spec.name)
+        if nbytes != spec.nbytes:
+            name = f"slot of rank {job.rank}, image {spec.name!r}"
+            raise Damaged(f"{name}: wrong size", found=nbytes, expected=spec.nbytes, name=name)
+    return layout, encoded
+
+
+async def _refuse_decided(backend: Backend, job: FlushJob) -> None:
+    decision = await read_decision_at(backend, job.step, job.incarnation, job.attempt)
+    if isinstance(decision, Abort):
+        raise SaveAbandoned(
+            f"attempt {job.attempt} of step {job.step} was given up",
+            found=decision.reason,
+            step=job.step,
+            tier=backend.url,
+            rank=job.rank,
+        )
+
+
+async def _former_vote(
+    backend: Backend, job: FlushJob, pinned: Pinned, images: list[_Source]
+) -> Vote | None:
+    """This rank's vote of an earlier try, if it stands for this very slot: then all images are durable. It also
+    forbids writing other bytes under names that a manifest may be about to prove by it."""
+    try:
+        _, vote = await read_vote(backend, *_place(job))
+    except NotFound:
+        return None
+    regions = [image.region for image in images]
+    records = await asyncio.to_thread(pinned.compute, regions)
+    pinned.check()
+    found = [(record.nbytes, record.root) for record in vote.images]
+    if found != [(record.nbytes, record.root) for record in records]:
+        raise SaveFailed(
+            f"rank {job.rank} has voted for other bytes in attempt {job.attempt} of step {job.step}",
+            found=f"root {vote.root.hex()}",
+            expected="the vote of this snapshot",
+            hint="Give the attempt up and make a new one",
+            step=job.step,
+            tier=backend.url,
+            rank=job.rank,
+        )
+    pinned.seal(vote.images)
+
+    async def size(image: _Source) -> int:
+        try:
+            with reading(backend, image.name):
+                return await backend.size(image.name)
+        except NotFound:
+            return -1
+
+    sizes = await each(images, size)
+    return vote if sizes == [record.nbytes for record in vote.images] else None
+
+
+async def _store_layout(backend: Backend, hash_text: str, encoded: bytes) -> None:
+    """The layout object, created if absent and verified if present. A damaged one is put right: the right bytes
+    are at hand, and every checkpoint that names it needs them."""
+    name = names.layout(hash_text)
+    try:
+        with reading(backend, name):
+            stored = await backend.read(name, SMALL_BYTES_MAX)
+    except NotFound:
+        try:
+            with writing(backend, name):
+                await backend.create(name, compress(encoded))
+            return
+        except Conflict:
+            with reading(backend, name):
+                stored = await backend.read(name, SMALL_BYTES_MAX)
+    try:
+        if layout_hash(decompress(stored)) == hash_text:
+            return
+    except Damaged:
+        pass
+    log.warning("%s: %s is damaged; writing it again", backend.url, name)
+    with writing(backend, name):
+        await backend.write(name, compress(encoded))
+
+
+async def _write_image(
+    backend: Backend,
+    job: FlushJob,
+    pinned: Pinned,
+    image: _Source,
+    chunk_bytes: int,
+    pool: ThreadPoolExecutor,
+) -> ImageRecord:
+    """Write one image, each piece hashed before it leaves. The writer publishes it whole or not at all."""
+    view = pinned.view(image.region)
+    sealed = {record.name: record for record in pinned.sealed() or ()}
+    loop = asyncio.get_running_loop()
+    pieces = list(_pieces(len(view), chunk_bytes))
+    chunks: list[bytes] = []
+
+    def hashed(index: int) -> asyncio.Future[bytes]:
+        start, end = pieces[index]
+        return loop.run_in_executor(pool, chunk_hashes, view[start:end], chunk_bytes)
+
+    with writing(backend, image.name, step=job.step, rank=job.rank):
+        writer = await backend.open_writer(image.name, len(view))
+        ahead = hashed(0) if pieces else None
+        try:
+            for index, (start, end) in enumerate(pieces):
+                assert ahead is not None
+                chunks.append(await ahead)
+                _check_sealed(job, image, sealed, start // chunk_bytes, chunks[-1], chunk_bytes)
+                ahead = hashed(index + 1) if index + 1 < len(pieces) else None
+                await writer.write(view[start:end])
+                if index == 0:
+                    reach("flush.image.first", image.name)
+            await writer.commit()
+        except BaseException:
+            if ahead is not None:
+                await asyncio.wait([ahead])
+            await writer.abort()
+            raise
+    reach("flush.image.done", image.name)
+    joined = b"".join(chunks)
+    return ImageRecord(image.image, len(view), image_root(len(view), joined), joined)
+
+
+def _pieces(nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+    """Ranges of whole chunks, about ``PIECE_BYTES`` each; the last one is what is left."""
+    step = max(PIECE_BYTES // chunk_bytes, 1) * chunk_bytes
+    for start in range(0, nbytes, step):
+        yield start, min(start + step, nbytes)
+
+
+def _check_sealed(
+    job: FlushJob, image: _Source, sealed: dict[str, ImageRecord], first: int, chunks: bytes, chunk_bytes: int
+) -> None:
+    """A sealed slot's bytes must still have the sealed hashes before they leave."""
+    record = sealed.get(image.image)
+    if record is None:
+        return
+    expected = record.chunks[first * HASH_BYTES : first * HASH_BYTES + len(chunks)]
+    if chunks == expected:
+        return
+    for at in range(0, len(chunks), HASH_BYTES):
+        if chunks[at : at + HASH_BYTES] != expected[at : at + HASH_BYTES]:
+            offset = (first + at // HASH_BYTES) * chunk_bytes
+            name = f"slot of rank {job.rank}, {image.region}"
+            raise Damaged(
+                f"{name}: bytes changed after the slot was sealed, in the chunk at {offset}",
+                found=chunks[at : at + HASH_BYTES].hex(),
+                expected=expected[at : at + HASH_BYTES].hex(),
+                name=name,
+                offset=offset,
+                step=job.step,
+                rank=job.rank,
+            )
+
+
+def _vote(job: FlushJob, pinned: Pinned, records: tuple[ImageRecord, ...]) -> Vote:
+    return Vote(
+        step=job.step,
+        incarnation=job.incarnation,
+        attempt=job.attempt,
+        rank=job.rank,
+        world=job.world,
+        kind=job.kind,
+        layout_hash=pinned.info.layout_hash,
+        root=rank_root(records),
+        images=records,
+        meta=read_meta(bytes(pinned.view(META_REGION)), f"slot of rank {job.rank}, meta"),
+    )
+
+
+def read_meta(data: bytes, name: str) -> dict[str, Any]:
+    """The msgpack map of a slot's ``meta`` region."""
+    try:
+        return msgspec.msgpack.decode(data, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise Damaged(f"{name}: not a map", found=str(error), expected="msgpack", name=name) from error
+
+
+async def _publish(backend: Backend, job: FlushJob, vote: Vote) -> None:
+    """Create the vote. Another try of the same attempt finds equal bytes; other bytes are never replaced."""
+    name = names.vote(*_place(job))
+    reach("vote.before", name)
+    try:
+        with writing(backend, name, step=job.step, rank=job.rank):
+            await backend.create(name, encode_vote(vote))
+    except Conflict:
+        _, stored = await read_vote(backend, *_place(job))
+        if stored.root != vote.root or stored.layout_hash != vote.layout_hash:
+            raise SaveFailed(
+                f"{name}: another vote of this rank is there",
+                found=f"root {stored.root.hex()}",
+                expected=f"root {vote.root.hex()}",
+                hint="Give the attempt up and make a new one",
+                step=job.step,
+                tier=backend.url,
+                rank=job.rank,
+            ) from None
+    reach("vote.after", name)

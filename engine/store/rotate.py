@@ -1,0 +1,326 @@
+"""Removing checkpoints that retention gave up, and what given-up attempts left behind.
+
+Announce, then look: a tombstone is published first, then dependents are looked for; whoever comes to depend on a
+checkpoint publishes that first and then re-reads the checkpoint. One of the two always sees the other. Order
+within a checkpoint: tombstone, votes, images, decisions, and long after, the tombstone. A crash anywhere
+leaves a tombstone, and the next rotation finishes. Names that are not ours are never removed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+
+from everstep.backends.api import Backend, Item
+from everstep.backends.points import reach
+from everstep.errors import CannotTell, Damaged
+from everstep.format import names
+from everstep.format.manifest import Abort, Decision, Manifest, Tombstone
+from everstep.plan.lineage import Lineage
+from everstep.plan.retention import RetentionPlan
+
+from .asking import reading, writing
+from .catalog import (
+    StepNames,
+    complete_undecided,
+    list_step,
+    list_steps,
+    read_decision,
+    read_decision_at,
+    voted_ranks,
+)
+from .commit import abort_attempt, publish_decision
+from .runs import TIME_FORMAT, now, read_incarnations
+
+TOMBSTONE_WAIT_S = 3600.0
+"""A tombstone outlives every commit that may still be under way: a late manifest then lies below it and counts
+for nothing. By the wall clocks of two machines, hence the margin over any commit's own bound."""
+
+PUBLISH_TRIES_MAX = 8
+"""How often the next decision number is tried when others take it."""
+
+Key = tuple[int, int]
+"""(incarnation, step)"""
+
+
+@dataclass(slots=True)
+class RotationReport:
+    """What a rotation did. ``kept`` says of each checkpoint that was to go why it stayed; ``waiting`` are
+    removed ones whose tombstone must still stand; ``foreign`` are names that were left where they lie."""
+
+    removed: list[Key] = field(default_factory=list)
+    kept: list[tuple[Key, str]] = field(default_factory=list)
+    waiting: list[Key] = field(default_factory=list)
+    collected: list[tuple[Key, int]] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+    freed_bytes: int = 0
+    superseded: bool = False
+
+
+def _nobody_is_gone(incarnation: int) -> bool:
+    return False
+
+
+async def rotate(
+    backend: Backend,
+    plan: RetentionPlan,
+    *,
+    is_superseded: Callable[[], Awaitable[bool]],
+    is_gone: Callable[[int], bool] = _nobody_is_gone,
+    tombstone_wait_s: float = TOMBSTONE_WAIT_S,
+    clock: Callable[[], float] = time.time,
+) -> RotationReport:
+    """Remove what ``plan`` removes, finish what an earlier rotation began, collect leftover attempts.
+
+    ``is_superseded`` is asked again before every checkpoint: a superseded writer deletes nothing. ``is_gone`` says
+    of an incarnation that its writer is provably dead; only then are its undecided attempts given up. Raises
+    CannotTell, SaveFailed: what was done stays done, the rest is for the next rotation.
+    """
+    report = RotationReport()
+    keep = {key for key, _ in plan.keep}
+    remove = set(plan.remove) - keep
+    steps = await list_steps(backend)
+    standing: dict[Key, Manifest | Tombstone | None] = {}
+    for found in steps:
+        if await is_superseded():
+            report.superseded = True
+            return report
+        if found.key in keep and len(found.attempts) == 1 and found.attempts == found.decisions:
+            continue  # the plan has read its manifest, and there is nothing else
+        wanted = found.key in remove
+        decision = standing[found.key] = await _standing(backend, found, report, wanted=wanted)
+        if isinstance(decision, Tombstone):
+            await _finish(backend, found, decision, report, tombstone_wait_s, clock)
+        elif isinstance(decision, Manifest) and wanted:
+            await _remove(backend, found, decision, report, is_superseded)
+    await _collect(backend, [found for found in steps if found.key in standing], standing, keep, is_gone, report)
+    return report
+
+
+async def _standing(
+    backend: Backend, found: StepNames, report: RotationReport, *, wanted: bool
+) -> Manifest | Tombstone | None:
+    """The decision that counts; None also where it cannot be read: what is damaged is not ours to remove."""
+    if not found.decisions:
+        return None
+    try:
+        return await read_decision(backend, found)
+    except Damaged as error:
+        if wanted:
+            report.kept.append((found.key, f"its decision cannot be read: {error}"))
+        return None
+
+
+async def _remove(
+    backend: Backend,
+    found: StepNames,
+    manifest: Manifest,
+    report: RotationReport,
+    is_superseded: Callable[[], Awaitable[bool]],
+) -> None:
+    """Tombstone, look, delete; or, seeing a dependent, put the manifest back above the tombstone."""
+    in_flight = [attempt for attempt in found.attempts if attempt > max(found.decisions)]
+    if in_flight:
+        report.kept.append((found.key, f"attempt {in_flight[0]} is not decided"))
+        return
+    tombstone = await _bury(backend, found, "retention")
+    if tombstone is None:
+        report.kept.append((found.key, "another process decided something about it"))
+        return
+    reach("rotate.tombstoned", names.checkpoint_dir(found.step, found.incarnation))
+    need = await _needed(backend, found.key)
+    if need is None and await is_superseded():
+        report.superseded = True
+        need = "a newer incarnation writes the run"
+    if need is not None:
+        await _restore(backend, manifest, tombstone.number + 1)
+        report.kept.append((found.key, need))
+        return
+    await _delete_files(backend, found, tombstone, report)
+    report.removed.append(found.key)
+    report.waiting.append(found.key)
+
+
+async def _bury(backend: Backend, found: StepNames, reason: str) -> Tombstone | None:
+    number = max(found.decisions) + 1
+    tombstone = Tombstone(found.step, found.incarnation, number, reason, created=now())
+    stood = await publish_decision(backend, tombstone, number)
+    return tombstone if stood is None else None
+
+
+async def _needed(backend: Backend, key: Key) -> str | None:
+    """Why a checkpoint under a fresh tombstone must come back: by what incarnations say *now*, nothing newer that
+    counts is there to load instead of it, so that whoever adopted it (or will load next) needs it."""
+    records = await read_incarnations(backend)
+    lineage = Lineage(records)
+    if not lineage.counts(*key):
+        return None
+    for found in reversed(await list_steps(backend)):
+        if found.key == key:
+            break
+        if lineage.counts(*found.key) and isinstance(await read_decision(backend, found), Manifest):
+            return None
+    adopters = [
+        record.number for record in records if (record.adopted_incarnation, record.adopted_step) == key
+    ]
+    who = f"incarnation {adopters[-1]} adopted it" if adopters else "it is the newest that counts"
+    return f"{who}, and nothing newer is complete"
+
+
+async def _restore(backend: Backend, manifest: Manifest, number: int) -> None:
+    """Publish the manifest again, as a revision above the tombstone."""
+    for above in range(number, number + PUBLISH_TRIES_MAX):
+        stood = await publish_decision(backend, replace(manifest, number=above), above)
+        if stood is None or isinstance(stood, Manifest):
+            return
+    name = names.checkpoint_dir(manifest.step, manifest.incarnation)
+    raise CannotTell(
+        f"{name}: the manifest could not be put back above its tombstone",
+        found=f"{PUBLISH_TRIES_MAX} times another decision was there first",
+        hint="Rotate again",
+        name=name,
+    )
+
+
+async def _finish(
+    backend: Backend,
+    found: StepNames,
+    tombstone: Tombstone,
+    report: RotationReport,
+    tombstone_wait_s: float,
+    clock: Callable[[], float],
+) -> None:
+    """Go on where an earlier rotation stopped. It may have stopped before it looked for dependents, but then
+    nothing was deleted yet."""
+    manifest = await _intact(backend, found, tombstone)
+    need = await _needed(backend, found.key) if manifest is not None else None
+    if manifest is not None and need is not None:
+        await _restore(backend, manifest, tombstone.number + 1)
+        report.kept.append((found.key, need))
+        return
+    await _delete_files(backend, found, tombstone, report)
+    if manifest is not None:
+        report.removed.append(found.key)
+    later = [attempt for attempt in found.attempts if attempt > tombstone.number]
+    if later or _age_s(tombstone.created, clock) < tombstone_wait_s:
+        report.waiting.append(found.key)
+        return
+    with writing(backend, names.checkpoint_dir(found.step, found.incarnation)):
+        await backend.delete([names.decision(found.step, found.incarnation, tombstone.number)])
+    reach("rotate.deleted.tombstone", names.checkpoint_dir(found.step, found.incarnation))
+
+
+async def _intact(backend: Backend, found: StepNames, tombstone: Tombstone) -> Manifest | None:
+    """The manifest below the tombstone if none of its votes was deleted yet (they go first)."""
+    for number in reversed([number for number in found.decisions if number < tombstone.number]):
+        try:
+            decision = await read_decision_at(backend, found.step, found.incarnation, number)
+        except Damaged:
+            return None
+        if isinstance(decision, Manifest):
+            ranks = await voted_ranks(backend, found.step, found.incarnation, decision.attempt)
+            return decision if ranks == [record.rank for record in decision.ranks] else None
+    return None
+
+
+def _age_s(created: str, clock: Callable[[], float]) -> float:
+    return clock() - datetime.strptime(created, TIME_FORMAT).replace(tzinfo=timezone.utc).timestamp()
+
+
+async def _delete_files(
+    backend: Backend, found: StepNames, tombstone: Tombstone, report: RotationReport
+) -> None:
+    """Votes, images and states of all attempts below the tombstone, then the decisions below it."""
+    directory = names.checkpoint_dir(found.step, found.incarnation)
+    attempts = [attempt for attempt in found.attempts if attempt < tombstone.number]
+    for attempt in attempts:
+        await _delete_attempt(backend, found, attempt, report)
+    decisions = [number for number in found.decisions if number < tombstone.number]
+    with writing(backend, directory):
+        await backend.delete([names.decision(found.step, found.incarnation, number) for number in decisions])
+    reach("rotate.deleted.decisions", directory)
+
+
+async def _delete_attempt(backend: Backend, found: StepNames, attempt: int, report: RotationReport) -> None:
+    """Everything in the attempt's directory that is ours; votes first."""
+    directory = names.attempt_dir(found.step, found.incarnation, attempt)
+    votes: list[Item] = []
+    others: list[Item] = []
+    with reading(backend, directory):
+        async for item in backend.list(directory):
+            parsed = names.parse(item.name)
+            if parsed is None:
+                report.foreign.append(item.name)
+            else:
+                (votes if parsed.kind is names.Kind.VOTE else others).append(item)
+        temporaries = await backend.leftovers(directory)
+    with writing(backend, directory):
+        await backend.delete([item.name for item in votes])
+        reach("rotate.deleted.votes", directory)
+        await backend.delete([item.name for item in others])
+        reach("rotate.deleted.images", directory)
+        await backend.discard_leftovers(temporaries)
+    report.freed_bytes += sum(item.nbytes for item in (*votes, *others, *temporaries))
+
+
+async def _collect(
+    backend: Backend,
+    steps: Iterable[StepNames],
+    standing: dict[Key, Manifest | Tombstone | None],
+    keep: set[Key],
+    is_gone: Callable[[int], bool],
+    report: RotationReport,
+) -> None:
+    """Remove attempts that were given up, and give up those whose writer is gone."""
+    newest = max(keep | {key for key, decision in standing.items() if isinstance(decision, Manifest)}, default=None)
+    for found in steps:
+        if isinstance(standing[found.key], Tombstone):
+            continue
+        past = newest is not None and found.key < newest
+        gone = is_gone(found.incarnation)
+        for attempt in found.attempts:
+            decision = await _decision_of(backend, found, attempt)
+            if decision is None and gone and attempt not in found.decisions:
+                decision = await _give_up(backend, found, attempt, report)
+            if isinstance(decision, Abort) and (gone or past or attempt < max(found.decisions, default=0)):
+                await _delete_attempt(backend, found, attempt, report)
+                report.collected.append((found.key, attempt))
+        if gone and standing[found.key] is None:
+            await _forget(backend, found)
+
+
+async def _decision_of(backend: Backend, found: StepNames, attempt: int) -> Decision | None:
+    if attempt not in found.decisions:
+        return None
+    try:
+        return await read_decision_at(backend, found.step, found.incarnation, attempt)
+    except Damaged:
+        return None
+
+
+async def _give_up(
+    backend: Backend, found: StepNames, attempt: int, report: RotationReport
+) -> Manifest | Abort | None:
+    """An abort record for an undecided attempt of a dead writer. One that is complete and that the lineage
+    reaches is a checkpoint whose manifest is missing: it is left, to be committed by repair."""
+    if attempt in await complete_undecided(backend, found):
+        if Lineage(await read_incarnations(backend)).counts(*found.key):
+            report.kept.append((found.key, f"attempt {attempt} is complete but not decided"))
+            return None
+    return await abort_attempt(
+        backend, found.step, found.incarnation, attempt, reason="its writer is gone"
+    )
+
+
+async def _forget(backend: Backend, found: StepNames) -> None:
+    """The abort records of a dead writer's checkpoint of which nothing else is left."""
+    left = await list_step(backend, found.step, found.incarnation)
+    if left.attempts or not left.decisions:
+        return
+    for number in left.decisions:
+        if not isinstance(await _decision_of(backend, left, number), Abort):
+            return
+    with writing(backend, names.checkpoint_dir(found.step, found.incarnation)):
+        await backend.delete([names.decision(found.step, found.incarnation, n) for n in left.decisions])

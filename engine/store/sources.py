@@ -1,0 +1,373 @@
+"""Who can give bytes of a checkpoint's images: a durable tier, or slots in shared memory.
+
+A source proves what it gives: layouts, states and records are verified here, the images' chunks by whoever
+reads them (:mod:`.fill`, fsck) against the records. All methods belong to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from everstep.backends.api import Backend
+from everstep.backends.errors import NotFound, ShortRead
+from everstep.errors import Damaged, Pruned, RunError
+from everstep.format import names
+from everstep.format.constants import HASH_BYTES
+from everstep.format.hashing import chunk_hashes, image_root, rank_root
+from everstep.format.layout import Layout, decode, layout_hash
+from everstep.format.manifest import Manifest, RankRecord
+from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote, vote_hash
+
+from .asking import reading
+from .catalog import list_step, read_layout, read_numbered, read_vote
+from .flush import IMAGE_REGION, LAYOUT_REGION, META_REGION, read_meta
+
+if TYPE_CHECKING:
+    from everstep.memory.arena import Pinned
+
+
+class Source(Protocol):
+    """One holder of one checkpoint's images.
+
+    ``ranks`` are those whose images it holds; the methods are called for these only. All raise Damaged with the
+    object's name, Pruned where rotation removed the checkpoint meanwhile, CannotTell where nothing answered, and
+    SlotGone where a slot was reused.
+    """
+
+    label: str
+    step: int
+    incarnation: int
+    world: int
+    chunk_bytes: int
+    ranks: frozenset[int]
+
+    async def meta(self, rank: int) -> dict[str, Any]:
+        """What the rank said of its snapshot (mesh, coordinates, parts, data, rng, metrics, ...)."""
+        ...
+
+    async def layout(self, rank: int) -> Layout: ...
+
+    async def records(self, rank: int) -> dict[str, ImageRecord]:
+        """Hash records of all the rank's images by name, the state image included."""
+        ...
+
+    async def state(self, rank: int) -> bytes:
+        """The rank's state image, verified."""
+        ...
+
+    async def check_image(self, rank: int, image: str) -> None:
+        """Whether the image is there with its right size; raises if not. Its bytes are not read."""
+        ...
+
+    async def read_into(self, rank: int, image: str, offset: int, view: memoryview) -> None:
+        """Fill ``view`` from the image; not verified. Raises Damaged also where the image ends too early."""
+        ...
+
+    def mapped(self, rank: int, image: str) -> memoryview | None:
+        """The whole image where it lies in memory already, else None."""
+        ...
+
+    def locate(self, rank: int, image: str) -> str:
+        """The image's name for people."""
+        ...
+
+    async def confirm(self) -> None:
+        """Called after reading: raises if what was read may have been replaced meanwhile."""
+        ...
+
+
+class DurableSource:
+    """A checkpoint on a backend, as its manifest names it."""
+
+    def __init__(self, backend: Backend, manifest: Manifest, chunk_bytes: int, label: str | None = None) -> None:
+        self.backend = backend
+        self.manifest = manifest
+        self.label = label or backend.url
+        self.step = manifest.step
+        self.incarnation = manifest.incarnation
+        self.world = manifest.world
+        self.chunk_bytes = chunk_bytes
+        self.ranks = frozenset(record.rank for record in manifest.ranks)
+        self._by_rank = {record.rank: record for record in manifest.ranks}
+        self._votes: dict[int, asyncio.Task[Vote]] = {}
+        self._layouts: dict[str, asyncio.Task[Layout]] = {}
+
+    async def meta(self, rank: int) -> dict[str, Any]:
+        return (await self._vote(rank)).meta
+
+    async def layout(self, rank: int) -> Layout:
+        """The rank's layout; its images must be those of the rank's record."""
+        record = self._by_rank[rank]
+        task = self._layouts.get(record.layout_hash)
+        if task is None:
+            task = asyncio.ensure_future(self._explained(read_layout(self.backend, record.layout_hash)))
+            self._layouts[record.layout_hash] = task
+        layout = await asyncio.shield(task)
+        check_images(layout, await self.records(rank), names.layout(record.layout_hash))
+        return layout
+
+    async def records(self, rank: int) -> dict[str, ImageRecord]:
+        return {record.name: record for record in (await self._vote(rank)).images}
+
+    async def state(self, rank: int) -> bytes:
+        record = (await self.records(rank))[STATE_IMAGE]
+        await self.check_image(rank, STATE_IMAGE)
+        data = bytearray(record.nbytes)
+        await self.read_into(rank, STATE_IMAGE, 0, memoryview(data))
+        check_chunks(memoryview(data), 0, record, self.chunk_bytes, self.locate(rank, STATE_IMAGE))
+        return bytes(data)
+
+    async def check_image(self, rank: int, image: str) -> None:
+        name = self.locate(rank, image)
+        expected = (await self.records(rank))[image].nbytes
+        found = await self._explained(_size(self.backend, name))
+        if found != expected:
+            raise Damaged(
+                f"{name}: wrong size", found=f"{found} bytes", expected=f"{expected} bytes", name=name
+            )
+
+    async def read_into(self, rank: int, image: str, offset: int, view: memoryview) -> None:
+        await self._explained(_read_into(self.backend, self.locate(rank, image), offset, view))
+
+    def mapped(self, rank: int, image: str) -> memoryview | None:
+        return None
+
+    def locate(self, rank: int, image: str) -> str:
+        place = self.step, self.incarnation, self.manifest.attempt, rank
+        return names.state(*place) if image == STATE_IMAGE else names.image(*place, image)
+
+    async def confirm(self) -> None:
+        """Nothing to ask: objects are immutable, and every byte was verified."""
+
+    async def _vote(self, rank: int) -> Vote:
+        task = self._votes.get(rank)
+        if task is None:
+            task = self._votes[rank] = asyncio.ensure_future(self._explained(self._read_vote(rank)))
+        return await asyncio.shield(task)
+
+    async def _read_vote(self, rank: int) -> Vote:
+        record, attempt = self._by_rank[rank], self.manifest.attempt
+        name = names.vote(self.step, self.incarnation, attempt, rank)
+        with reading(self.backend, name):
+            found = await self.backend.size(name)
+        if found != record.vote_nbytes:
+            raise Damaged(
+                f"{name}: wrong size", found=f"{found} bytes", expected=f"{record.vote_nbytes} bytes", name=name
+            )
+        data, vote = await read_vote(self.backend, self.step, self.incarnation, attempt, rank)
+        check_vote(data, vote, record, self.manifest, name)
+        return vote
+
+    async def _explained(self, reading: Any) -> Any:
+        """A missing object is Pruned where rotation removes the checkpoint, else Damaged by its name."""
+        try:
+            return await reading
+        except NotFound as error:
+            await self._raise_if_pruned()
+            name = error.name
+            raise Damaged(f"{name} is missing", found="nothing", expected="an object", name=name) from error
+        except Damaged:
+            await self._raise_if_pruned()
+            raise
+
+    async def _raise_if_pruned(self) -> None:
+        try:
+            found = await list_step(self.backend, self.step, self.incarnation)
+            counting = await read_numbered(self.backend, found) if found.decisions else None
+        except RunError:
+            return
+        standing = counting[1] if counting is not None else None
+        if isinstance(standing, Manifest) and standing.attempt == self.manifest.attempt:
+            return
+        raise Pruned(
+            f"step {self.step} of incarnation {self.incarnation} was removed by rotation while it was read",
+            found=getattr(standing, "reason", None) or "another decision, or none",
+            expected=f"the manifest of attempt {self.manifest.attempt}",
+            hint="Load again: a newer checkpoint is there",
+            step=self.step,
+        )
+
+
+class ArenaSource:
+    """A checkpoint in pinned slots of this node's arenas. A slot that is only VALID is sealed first, so that its
+    bytes have hashes to be checked against. The caller keeps the pins."""
+
+    def __init__(self, pins: Mapping[int, Pinned], chunk_bytes: int, label: str = "memory") -> None:
+        """``pins`` by rank, at least one, all of one step and incarnation."""
+        first = next(iter(pins.values()))
+        self.label = label
+        self.step = first.info.step
+        self.incarnation = first.info.incarnation
+        self.chunk_bytes = chunk_bytes
+        self.ranks = frozenset(pins)
+        self.world = len(pins)
+        self._pins = dict(pins)
+        self._records: dict[int, asyncio.Task[dict[str, ImageRecord]]] = {}
+        found = {(pin.info.incarnation, pin.info.step) for pin in pins.values()}
+        if len(found) > 1:
+            raise Damaged(
+                "slots of different snapshots", found=sorted(found), expected="one (incarnation, step)", name=label
+            )
+
+    async def meta(self, rank: int) -> dict[str, Any]:
+        pinned = self._pins[rank]
+        meta = read_meta(bytes(pinned.view(META_REGION)), f"slot of rank {rank}, meta")
+        pinned.check()
+        return meta
+
+    async def layout(self, rank: int) -> Layout:
+        pinned, name = self._pins[rank], f"slot of rank {rank}, layout"
+        encoded = bytes(pinned.view(LAYOUT_REGION))
+        pinned.check()
+        found = layout_hash(encoded)
+        if found != pinned.info.layout_hash:
+            raise Damaged(f"{name} is damaged", found=found, expected=pinned.info.layout_hash, name=name)
+        layout = decode(encoded)
+        check_images(layout, await self.records(rank), name)
+        return layout
+
+    async def records(self, rank: int) -> dict[str, ImageRecord]:
+        task = self._records.get(rank)
+        if task is None:
+            task = self._records[rank] = asyncio.ensure_future(asyncio.to_thread(self._seal, rank))
+        return await asyncio.shield(task)
+
+    def _seal(self, rank: int) -> dict[str, ImageRecord]:
+        pinned = self._pins[rank]
+        records = pinned.sealed()
+        if records is None:
+            layout = decode(bytes(pinned.view(LAYOUT_REGION)))
+            records = pinned.compute([IMAGE_REGION + spec.name for spec in layout.images] + [STATE_IMAGE])
+            pinned.seal(records)
+        pinned.check()
+        for record in records:
+            check_record(record, self.chunk_bytes, self.locate(rank, record.name))
+        return {record.name: record for record in records}
+
+    async def state(self, rank: int) -> bytes:
+        record = (await self.records(rank))[STATE_IMAGE]
+        await self.check_image(rank, STATE_IMAGE)
+        data = bytes(self._pins[rank].view(STATE_IMAGE))
+        check_chunks(memoryview(data), 0, record, self.chunk_bytes, self.locate(rank, STATE_IMAGE))
+        self._pins[rank].check()
+        return data
+
+    async def check_image(self, rank: int, image: str) -> None:
+        expected = (await self.records(rank))[image].nbytes
+        found = self._pins[rank].regions.get(_region(image))
+        if found != expected:
+            name = self.locate(rank, image)
+            raise Damaged(f"{name}: wrong size", found=found, expected=expected, name=name)
+
+    async def read_into(self, rank: int, image: str, offset: int, view: memoryview) -> None:
+        whole = self.mapped(rank, image)
+        if len(whole) < offset + len(view):
+            name = self.locate(rank, image)
+            raise Damaged(f"{name}: ends too early", found=len(whole), expected=offset + len(view), name=name)
+        view[:] = whole[offset : offset + len(view)]
+
+    def mapped(self, rank: int, image: str) -> memoryview:
+        return self._pins[rank].view(_region(image))
+
+    def locate(self, rank: int, image: str) -> str:
+        return f"slot of rank {rank}, {_region(image)}"
+
+    async def confirm(self) -> None:
+        for pinned in self._pins.values():
+            pinned.check()
+
+
+def _region(image: str) -> str:
+    return STATE_IMAGE if image == STATE_IMAGE else IMAGE_REGION + image
+
+
+async def _size(backend: Backend, name: str) -> int:
+    with reading(backend, name):
+        return await backend.size(name)
+
+
+async def _read_into(backend: Backend, name: str, offset: int, view: memoryview) -> None:
+    try:
+        with reading(backend, name):
+            await backend.read_into(name, offset, view)
+    except RunError as error:
+        if isinstance(error.__cause__, ShortRead):
+            raise Damaged(
+                f"{name}: ends too early",
+                found=error.__cause__.cause,
+                expected=f"{offset + len(view)} bytes at least",
+                name=name,
+                offset=offset,
+            ) from error
+        raise
+
+
+def check_vote(data: bytes, vote: Vote, record: RankRecord, manifest: Manifest, name: str) -> None:
+    """Damaged unless the vote is the very one that the manifest names, and its images the very ones."""
+    pairs: list[tuple[str, object, object]] = [
+        ("hash", vote_hash(data), record.vote_hash),
+        ("layout", vote.layout_hash, record.layout_hash),
+        ("world", vote.world, manifest.world),
+        ("root", vote.root, rank_root(vote.images)),
+        ("images", {one.name: one.nbytes for one in vote.images}, record.images),
+    ]
+    for what, found, expected in pairs:
+        if found != expected:
+            raise Damaged(f"{name}: another {what} than the manifest's", found=found, expected=expected, name=name)
+
+
+def check_record(record: ImageRecord, chunk_bytes: int, name: str) -> None:
+    """Damaged unless the record has a hash for every chunk of its image, bound by its root."""
+    count = -(-record.nbytes // chunk_bytes)
+    if len(record.chunks) != count * HASH_BYTES:
+        raise Damaged(
+            f"{name}: a hash is missing",
+            found=f"{len(record.chunks) // HASH_BYTES} hashes",
+            expected=f"{count} chunks of {chunk_bytes} bytes",
+            name=name,
+        )
+    if image_root(record.nbytes, record.chunks) != record.root:
+        raise Damaged(f"{name}: the hashes do not have their root", found="another", expected=record.root.hex(), name=name)
+
+
+def check_images(layout: Layout, records: Mapping[str, ImageRecord], name: str) -> None:
+    """Damaged unless the records are those of the layout's images, and of the state."""
+    found = {record.name: record.nbytes for record in records.values() if record.name != STATE_IMAGE}
+    expected = {spec.name: spec.nbytes for spec in layout.images}
+    if found != expected or STATE_IMAGE not in records:
+        raise Damaged(f"{name}: other images than the vote's", found=found, expected=expected, name=name)
+
+
+def bad_chunks(view: memoryview, first: int, record: ImageRecord, chunk_bytes: int) -> list[tuple[int, bytes]]:
+    """The chunks in ``view`` (which begins with chunk ``first``) whose hash is not the record's, each with the
+    hash found. A chunk for which the record has no hash is bad."""
+    found = chunk_hashes(view, chunk_bytes)
+    expected = record.chunks[first * HASH_BYTES : first * HASH_BYTES + len(found)]
+    if found == expected:
+        return []
+    return [
+        (first + at // HASH_BYTES, found[at : at + HASH_BYTES])
+        for at in range(0, len(found), HASH_BYTES)
+        if found[at : at + HASH_BYTES] != expected[at : at + HASH_BYTES]
+    ]
+
+
+def changed_chunk(name: str, record: ImageRecord, index: int, found: bytes, chunk_bytes: int) -> Damaged:
+    """The error for chunk ``index`` of ``record``."""
+    return Damaged(
+        f"{name}: damaged in the chunk at offset {index * chunk_bytes}",
+        found=found.hex(),
+        expected=record.chunks[index * HASH_BYTES : (index + 1) * HASH_BYTES].hex() or "a hash",
+        name=name,
+        offset=index * chunk_bytes,
+    )
+
+
+def check_chunks(view: memoryview, first: int, record: ImageRecord, chunk_bytes: int, name: str) -> None:
+    """Damaged if a chunk in ``view`` is not the record's."""
+    check_record(record, chunk_bytes, name)
+    bad = bad_chunks(view, first, record, chunk_bytes)
+    if bad:
+        raise changed_chunk(name, record, *bad[0], chunk_bytes)
