@@ -23,7 +23,6 @@ O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 UNSUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY})
 """Errors by which a file system says that it cannot do a thing at all."""
 
-_SYNC_FILE_RANGE_WRITE = 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -116,12 +115,6 @@ class Door:
         call = getattr(_libc, "fallocate64", None) or _libc.fallocate
         _checked(call(file.fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)), self.path(file.name))
         reach("fallocate.after", file.name)
-
-    def start_writeback(self, file: File, offset: int, nbytes: int) -> None:
-        """Ask the kernel to begin writing this range out. No promise, so no error either."""
-        call = getattr(_libc, "sync_file_range", None)
-        if call is not None:
-            call(file.fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
 
     def stat_file(self, file: File) -> os.stat_result:
         return os.fstat(file.fd)

@@ -31,10 +31,10 @@ DELETE_NAMES_MAX = 256
 class LocalBackend:
     """Objects as files below ``root``, which need not exist before the first write.
 
-    Every call is one job (a listing: several) on at most ``threads`` threads of this object's own, started when
-    first needed; so any event loop may use it, several as well. A cancelled call ends when its job has ended:
-    no thread touches a caller's memory after the call. It belongs to the process that made it: in a forked
-    child every call raises Permanent. :meth:`close` waits for what runs.
+    Every call is one job (a listing: several) on at most ``threads`` threads of this object's own, started
+    when first needed; so any event loop may use it, several as well. A cancelled call ends when its job has
+    ended: no thread touches a caller's memory after the call. It belongs to the process that made it: in a
+    forked child every call raises Permanent. :meth:`close` waits for what runs.
 
     ``shared`` says that all nodes see this root (a network file system); it cannot be found out here."""
 

@@ -1,9 +1,9 @@
 """Named points that tests can hold on to: ``reach(name, detail)`` does nothing unless a hook is set.
 
 Production code calls :func:`reach` at the places where a crash matters ("fsync.before", "link.after", ...).
-``EVERSTEP_POINTS="kill:link.after:manifest"`` in the environment of a process makes it SIGKILL itself the first
-time that a point of that name is reached with a detail that contains the text; ``stall:...`` stops it there
-(SIGSTOP). A count may follow: ``kill:fsync.before::3`` is the third such point.
+``EVERSTEP_POINTS="kill:link.after:manifest"`` in the environment of a process makes it SIGKILL itself the
+first time that a point of that name is reached with a detail that contains the text; ``stall:...`` stops it
+there (SIGSTOP). A count may follow: ``kill:fsync.before::3`` is the third such point.
 """
 
 from __future__ import annotations

@@ -6,7 +6,10 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
+from .backends.errors import Permanent
+from .backends.open import SUPPORTED, local_path
 from .errors import BadOption
 from .format.hashing import hexdigest
 
@@ -31,14 +34,11 @@ def locate(root: str | os.PathLike[str], *, node: str | None = None) -> Place:
     text = os.fspath(root)
     if not isinstance(text, str) or not text.strip():
         raise BadOption("the root of a run must be a path or a URL", found=repr(root))
-    if text.startswith("file://"):
-        text = text[len("file://") :]
-    if "://" in text:
-        scheme = text.split("://", 1)[0]
-        raise BadOption(
-            "the root's scheme is not supported", found=scheme, expected="a path of a file system, or file://"
-        )
-    url = "file://" + os.path.realpath(text)
+    try:
+        path = os.path.realpath(local_path(text))
+    except Permanent as error:
+        raise BadOption("the root of a run cannot be used", found=error.cause, expected=SUPPORTED) from None
+    url = "file://" + quote(path)
     name = node or os.environ.get("EVERSTEP_NODE") or socket.gethostname()
     key = hexdigest(f"{url}\0{name}".encode())[:16]
     base = Path(os.environ.get("EVERSTEP_RUNTIME_DIR") or RUNTIME_BASE)

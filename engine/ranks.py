@@ -84,31 +84,42 @@ class Ranks:
             )
         return list(answer["values"])
 
-    def together(self, what: str, act: Callable[[], T], *, timeout_s: float) -> tuple[T, list[Any]]:
-        """Run ``act`` on every rank and share the outcome: all ranks get all results, or all raise.
-
-        The rank whose ``act`` failed raises its own error, the others a RankError that names it.
-        """
-        error: EverstepError | None = None
+    def outcomes(
+        self, what: str, act: Callable[[], T], *, timeout_s: float
+    ) -> tuple[T | None, dict[int, EverstepError]]:
+        """Run ``act`` on every rank: this rank's result, and every failed rank's error, the same on all ranks."""
         result: T | None = None
+        mine: EverstepError | None = None
         try:
             result = act()
-            outcome: dict[str, Any] = {"ok": result}
         except EverstepError as caught:
-            error = caught
-            outcome = {"error": caught.to_wire()}
-        answers = self.agree(what, outcome, timeout_s=timeout_s)
-        if error is not None:
-            raise error
-        failed = {rank: a["error"] for rank, a in enumerate(answers) if "error" in a}
-        if failed:
-            first = from_wire(next(iter(failed.values())))
-            raise RankError(
-                f"{what} failed on rank(s) {sorted(failed)}: {type(first).__name__}: {first}",
-                ranks=sorted(failed),
-                error=type(first).__name__,
-            ) from first
-        return result, [a["ok"] for a in answers]  # type: ignore[return-value]
+            mine = caught
+        answers = self.agree(what, mine.to_wire() if mine is not None else None, timeout_s=timeout_s)
+        errors = {rank: from_wire(answer) for rank, answer in enumerate(answers) if answer is not None}
+        if mine is not None:
+            errors[self.rank] = mine
+        return result, errors
+
+    def together(self, what: str, act: Callable[[], T], *, timeout_s: float) -> T:
+        """Run ``act`` on every rank; all succeed, or all raise: a failed rank its own error, the others a
+        RankError that names it."""
+        result, errors = self.outcomes(what, act, timeout_s=timeout_s)
+        if errors:
+            raise self.verdict(what, errors)
+        return result  # type: ignore[return-value]
+
+    def verdict(self, what: str, errors: dict[int, EverstepError]) -> EverstepError:
+        """The error that this rank raises when ``errors`` happened: its own, or one that names the others."""
+        if self.rank in errors:
+            return errors[self.rank]
+        first = errors[min(errors)]
+        error = RankError(
+            f"{what} failed on rank(s) {sorted(errors)}: {type(first).__name__}: {first}",
+            ranks=sorted(errors),
+            error=type(first).__name__,
+        )
+        error.__cause__ = first
+        return error
 
     def from_first(self, what: str, act: Callable[[], Any], *, timeout_s: float) -> Any:
         """What ``act`` gives on rank 0 (plain values), on every rank; its error is every rank's error."""

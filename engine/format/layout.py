@@ -219,19 +219,8 @@ def _assemble(rows: list[_Row], names: list[str], parts: list[str]) -> Layout:
     entries = []
     for row in rows:
         offset = 0 if row.image is None else row.begin + len(specs[row.image].header)
-        entries.append(
-            Entry(
-                row.part,
-                row.key,
-                row.dtype.name,
-                row.shape,
-                row.boxes,
-                row.scope,
-                row.image,
-                offset,
-                row.nbytes,
-            )
-        )
+        place = (row.image, offset, row.nbytes)
+        entries.append(Entry(row.part, row.key, row.dtype.name, row.shape, row.boxes, row.scope, *place))
     return Layout(tuple(entries), tuple(specs))
 
 

@@ -1,0 +1,154 @@
+"""What can be loaded: the snapshots in this node's arenas, the checkpoints on disk, and the lineage that says
+which of them count. Reading only; nothing is written."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .backends.api import Backend
+from .errors import Damaged, EverstepError, NotARun, Pruned
+from .format.manifest import Manifest, Tombstone
+from .format.records import IncarnationRecord, RunRecord
+from .memory.arena import Arena
+from .memory.directory import find_arenas
+from .memory.slots import Pinned, SlotGone
+from .plan.lineage import Lineage
+from .store.blocking import run_blocking
+from .store.catalog import StepNames, complete_undecided, list_steps, read_decision
+from .store.runs import open_run, read_incarnations
+
+Key = tuple[int, int]
+"""(incarnation, step)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One rank's snapshot in an arena of this node."""
+
+    incarnation: int
+    step: int
+    rank: int
+    world: int
+    path: Path
+    index: int
+    generation: int
+
+    @property
+    def key(self) -> Key:
+        return self.incarnation, self.step
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A step that may be loaded, and where it lies."""
+
+    incarnation: int
+    step: int
+    in_memory: bool
+    on_disk: bool
+
+
+def find_run(backend: Backend) -> RunRecord | None:
+    """The run's record, or None where there is none. Everything else (unreadable, damaged, newer) raises."""
+    try:
+        return run_blocking(open_run(backend))
+    except NotARun:
+        return None
+
+
+def look_in_memory(directory: Path, run_id: str) -> list[Held]:
+    """All snapshots of the run in this node's arenas."""
+    held: list[Held] = []
+    for info in find_arenas(directory):
+        if info.run_id != run_id or info.path is None:
+            continue
+        with contextlib.suppress(FileNotFoundError, EverstepError), Arena.attach(info.path) as arena:
+            held += [
+                Held(s.incarnation, s.step, info.rank, info.world, info.path, s.index, s.generation)
+                for s in arena.snapshots()
+            ]
+    return held
+
+
+def complete_in_memory(held: Sequence[Held]) -> set[Key]:
+    """The snapshots of which every rank's lies on this node."""
+    ranks: dict[tuple[Key, int], set[int]] = defaultdict(set)
+    for one in held:
+        ranks[one.key, one.world].add(one.rank)
+    return {key for (key, world), found in ranks.items() if found == set(range(world))}
+
+
+class Proposals:
+    """Candidates of a run, newest first; rank 0 asks, all ranks load. ``problems`` gathers what was passed over."""
+
+    def __init__(self, backend: Backend, in_memory: set[Key], *, step: int | None) -> None:
+        self._backend = backend
+        self._in_memory = in_memory
+        self.records: list[IncarnationRecord] = run_blocking(read_incarnations(backend))
+        self._names = {found.key: found for found in run_blocking(list_steps(backend))}
+        self.problems: list[str] = []
+        self._keys = iter(self._wanted(step))
+
+    def _wanted(self, step: int | None) -> list[Key]:
+        known = {record.number for record in self.records}
+        orphans = sorted({key[0] for key in self._names} - known)
+        if orphans:
+            raise Damaged(
+                f"the record of incarnation {orphans[0]} is missing, but checkpoints of it are there",
+                found=f"records {sorted(known)}",
+                expected=f"a record of incarnation {orphans[0]}",
+                hint="Restore it from a copy of the run; without it the run's lineage is not known.",
+                name=f"incarnation {orphans[0]}",
+            )
+        if not self.records:
+            return []
+        lineage = Lineage(self.records)
+        keys = [key for key in self._names.keys() | self._in_memory if key[0] in known and lineage.counts(*key)]
+        return sorted((key for key in keys if step is None or key[1] == step), reverse=True)
+
+    def next(self) -> Candidate | None:
+        """The next older candidate; None when there is no more."""
+        for key in self._keys:
+            on_disk = self._decided(self._names.get(key))
+            if on_disk or key in self._in_memory:
+                return Candidate(*key, in_memory=key in self._in_memory, on_disk=on_disk)
+        return None
+
+    def record(self, incarnation: int) -> IncarnationRecord:
+        return next(record for record in self.records if record.number == incarnation)
+
+    def _decided(self, names: StepNames | None) -> bool:
+        """Whether a manifest counts for it. A damaged or lost one is a problem that is told, never a silence."""
+        if names is None:
+            return False
+        try:
+            decision = run_blocking(read_decision(self._backend, names))
+            if decision is None and run_blocking(complete_undecided(self._backend, names)):
+                self.problems.append(
+                    f"step {names.step} (incarnation {names.incarnation}): all votes are in, but its manifest is missing"
+                )
+        except (Damaged, Pruned) as error:
+            self.problems.append(f"step {names.step} (incarnation {names.incarnation}): {error}")
+            return False
+        return isinstance(decision, Manifest) and not isinstance(decision, Tombstone)
+
+
+@contextlib.contextmanager
+def pinned(held: Sequence[Held], key: Key) -> Iterator[dict[int, Pinned]]:
+    """Pins on every rank's snapshot of ``key`` on this node, released at the end; Damaged if one went away."""
+    with contextlib.ExitStack() as stack:
+        pins: dict[int, Pinned] = {}
+        for one in held:
+            if one.key == key:
+                try:
+                    arena = stack.enter_context(Arena.attach(one.path))
+                    pins[one.rank] = stack.enter_context(arena.pin(one.index, one.generation))
+                except (SlotGone, FileNotFoundError) as error:
+                    raise Pruned(
+                        f"the snapshot of step {key[1]} left memory while it was looked for", step=key[1]
+                    ) from error
+        yield pins

@@ -1,0 +1,280 @@
+"""Loading: all ranks agree on a step, read it from the nearest holder, prove every chunk, and fall back together.
+
+Nothing is written to the run, so readers may load from a live one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .backends.api import Backend
+from .config import check_config
+from .discovery import Candidate, Held, Key, Proposals, complete_in_memory, find_run, look_in_memory, pinned
+from .errors import Damaged, EverstepError, NoCheckpoint, NotARun, Pruned, StateMismatch
+from .format.layout import Layout
+from .format.manifest import Manifest
+from .format.records import RunRecord
+from .opening import Origin
+from .plan.reads import plan_reads
+from .ranks import Ranks
+from .state.restore import plan_restore, plan_values
+from .state.trainstate import TrainState
+from .store.blocking import run_blocking
+from .store.catalog import list_step, read_decision
+from .store.fill import FillReport, fill
+from .store.sources import ArenaSource, DurableSource, Source
+
+log = logging.getLogger("everstep")
+
+FALL_BACK = (Damaged, Pruned)
+"""Errors of a checkpoint itself, after which an older one is tried. Others (a state that does not fit, storage
+that does not answer) end the load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What a load did: the step, the tier that gave it ("memory" or "disk"), the seconds it took, and what was
+    passed over on the way (newer steps that could not be used, bytes that came from a second holder)."""
+
+    step: int
+    incarnation: int
+    tier: str
+    seconds: float
+    nbytes: int
+    skipped: tuple[str, ...] = ()
+    loosened: tuple[str, ...] = ()
+    config_changes: Mapping[str, Any] | None = None
+
+
+class Loader:
+    """One load by all ranks together."""
+
+    def __init__(self, backend: Backend, ranks: Ranks, arenas: Path | None, *, timeout_s: float) -> None:
+        self._backend = backend
+        self._ranks = ranks
+        self._arenas = arenas
+        self._timeout_s = timeout_s
+        self._held: list[Held] = []
+        self._skipped: list[str] = []
+
+    def load(
+        self,
+        state: TrainState,
+        *,
+        step: int | None,
+        allow: Collection[str],
+        config: dict[str, Any] | None,
+        config_reason: str | None,
+    ) -> Recovery | None:
+        """Fill ``state`` with the newest step that counts (or with ``step``). None if the run has no checkpoint
+        at all. All ranks get the same answer."""
+        began = time.monotonic()
+        run = self._agree_on_run()
+        if run is None:
+            if step is not None:
+                raise _no_such_step(step, self._backend.url)
+            return None
+        proposals = self._proposals(run, step)
+        while True:
+            found = self._next(proposals, config, config_reason)
+            if found is None:
+                return self._nothing(step)
+            candidate, changes = found
+            what = f"loading step {candidate.step}"
+
+            def attempt(candidate: Candidate = candidate) -> tuple[str, int, tuple[str, ...]]:
+                return self._restore(run, candidate, state, allow)
+
+            result, errors = self._ranks.outcomes(what, attempt, timeout_s=self._timeout_s)
+            if not errors:
+                assert result is not None
+                tier, nbytes, loosened = result
+                seconds = time.monotonic() - began
+                log.info("everstep: step %d loaded from %s in %.2f s", candidate.step, tier, seconds)
+                return Recovery(
+                    step=candidate.step,
+                    incarnation=candidate.incarnation,
+                    tier=tier,
+                    seconds=seconds,
+                    nbytes=nbytes,
+                    skipped=tuple(self._skipped),
+                    loosened=loosened,
+                    config_changes=changes,
+                )
+            if not all(isinstance(error, FALL_BACK) for error in errors.values()):
+                raise self._ranks.verdict(what, errors)
+            self._skip(candidate, errors)
+
+    # -- finding
+
+    def _agree_on_run(self) -> RunRecord | None:
+        """The run, if every rank sees the same one."""
+        run = self._ranks.together("looking for the run", lambda: find_run(self._backend), timeout_s=self._timeout_s)
+        mine = run.run_id if run is not None else None
+        seen = self._ranks.agree("comparing the run", mine, timeout_s=self._timeout_s)
+        if len(set(seen)) > 1:
+            raise NotARun(
+                "not all ranks see the same run at this root",
+                found={rank: run_id or "no run" for rank, run_id in enumerate(seen)},
+                expected="one run on all ranks",
+                hint="The root must be on storage that all ranks share.",
+            )
+        return run
+
+    def _proposals(self, run: RunRecord, step: int | None) -> Proposals | None:
+        """On rank 0 what may be loaded, given what all ranks' nodes hold in memory; elsewhere None."""
+        self._held = look_in_memory(self._arenas, run.run_id) if self._arenas is not None else []
+        complete = sorted(complete_in_memory(self._held))
+        everywhere = self._ranks.agree("looking into memory", complete, timeout_s=self._timeout_s)
+        common = set.intersection(*({(key[0], key[1]) for key in keys} for keys in everywhere))
+        made: list[Proposals] = []
+        self._ranks.from_first(
+            "listing the checkpoints",
+            lambda: made.append(Proposals(self._backend, common, step=step)),
+            timeout_s=self._timeout_s,
+        )
+        return made[0] if made else None
+
+    def _next(
+        self, proposals: Proposals | None, config: dict[str, Any] | None, reason: str | None
+    ) -> tuple[Candidate, dict[str, Any]] | None:
+        def propose() -> Any:
+            assert proposals is not None
+            candidate = proposals.next()
+            problems, proposals.problems = proposals.problems, []
+            if candidate is None:
+                return [None, None, problems]
+            before = proposals.record(candidate.incarnation).config
+            changes = check_config(before, config, reason=reason, step=candidate.step)
+            wire = [candidate.incarnation, candidate.step, candidate.in_memory, candidate.on_disk]
+            return [wire, changes, problems]
+
+        wire, changes, problems = self._ranks.from_first("choosing a step", propose, timeout_s=self._timeout_s)
+        for problem in problems:
+            self._note(problem)
+        return (Candidate(*wire), changes) if wire is not None else None
+
+    def _nothing(self, step: int | None) -> None:
+        """There is no candidate (left). A fresh start only if there never was one."""
+        if step is not None and not self._skipped:
+            raise _no_such_step(step, self._backend.url)
+        if self._skipped:
+            raise Damaged(
+                "no checkpoint of this run can be loaded",
+                found="; ".join(self._skipped),
+                expected="one good checkpoint",
+                hint="Look with `everstep fsck`; to start again from nothing, open with fresh=\"why\".",
+                name=self._backend.url,
+            )
+        return None
+
+    def _skip(self, candidate: Candidate, errors: dict[int, EverstepError]) -> None:
+        told = "; ".join(f"rank {rank}: {error}" for rank, error in sorted(errors.items()))
+        self._note(f"step {candidate.step} (incarnation {candidate.incarnation}): {told}")
+
+    def _note(self, problem: str) -> None:
+        self._skipped.append(problem)
+        warnings.warn(f"everstep: passed over {problem}", RuntimeWarning, stacklevel=4)
+
+    # -- reading
+
+    def _restore(
+        self, run: RunRecord, candidate: Candidate, state: TrainState, allow: Collection[str]
+    ) -> tuple[str, int, tuple[str, ...]]:
+        with ExitStack() as stack:
+            sources = self._open(run, candidate, stack)
+            return fill_state(sources, self._ranks.rank, self._ranks.world, state, allow)
+
+    def _open(self, run: RunRecord, candidate: Candidate, stack: ExitStack) -> list[Source]:
+        """The holders of the candidate, nearest first."""
+        sources: list[Source] = []
+        if candidate.in_memory:
+            pins = stack.enter_context(pinned(self._held, (candidate.incarnation, candidate.step)))
+            if pins:
+                sources.append(ArenaSource(pins, run.chunk_bytes))
+        if candidate.on_disk:
+            sources.append(open_durable(self._backend, run, (candidate.incarnation, candidate.step)))
+        return sources
+
+
+def open_durable(backend: Backend, run: RunRecord, key: Key) -> DurableSource:
+    """The checkpoint ``key`` on the backend. Pruned if it is being removed, Damaged if nothing decides for it."""
+
+    async def read() -> Manifest:
+        decision = await read_decision(backend, await list_step(backend, key[1], key[0]))
+        if isinstance(decision, Manifest):
+            return decision
+        raise Pruned(f"step {key[1]} (incarnation {key[0]}) was removed meanwhile", step=key[1])
+
+    return DurableSource(backend, run_blocking(read()), run.chunk_bytes)
+
+
+def fill_state(
+    sources: Sequence[Source], rank: int, world: int, state: TrainState, allow: Collection[str]
+) -> tuple[str, int, tuple[str, ...]]:
+    """Restore ``state`` from the first source that can give each byte. (tier, bytes, what was loosened)."""
+    if sources[0].world != world:
+        raise StateMismatch(
+            f"step {sources[0].step} was written by another number of ranks",
+            found=f"{sources[0].world} ranks",
+            expected=f"{world} ranks",
+            hint="Start as many ranks as wrote it.",
+        )
+    data, layouts = first_good(sources, rank)
+    plan = plan_restore(state, data, layouts[rank].entries, allow=allow)
+    report = fill_targets(sources, rank, layouts, plan.targets)
+    return ("memory" if isinstance(sources[0], ArenaSource) else "disk"), report.nbytes, tuple(plan.finish())
+
+
+def load_values(sources: Sequence[Source], rank: int, parts: Collection[str] | None) -> dict[str, Any]:
+    """One rank's state as plain nested values on the CPU."""
+    data, layouts = first_good(sources, rank)
+    plan = plan_values(data, layouts[rank].entries, parts=parts)
+    fill_targets(sources, rank, layouts, plan.targets)
+    return plan.finish()
+
+
+def first_good(sources: Sequence[Source], rank: int) -> tuple[bytes, list[Layout]]:
+    """The rank's state image and all ranks' layouts, from the first source that has them right."""
+
+    async def read(source: Source) -> tuple[bytes, list[Layout]]:
+        return await source.state(rank), [await source.layout(r) for r in range(source.world)]
+
+    for source in sources[:-1]:
+        try:
+            return run_blocking(read(source))
+        except FALL_BACK as error:
+            warnings.warn(f"everstep: {source.label}: {error}", RuntimeWarning, stacklevel=2)
+    return run_blocking(read(sources[-1]))
+
+
+def fill_targets(
+    sources: Sequence[Source], rank: int, layouts: Sequence[Layout], targets: Mapping[int, memoryview]
+) -> FillReport:
+    """Read the bytes of ``targets`` (by entry index of the rank's layout)."""
+    reads = plan_reads(rank, layouts, wanted=sorted(targets))
+    report = run_blocking(fill(sources, reads, targets))
+    for fallback in report.fallbacks:
+        warnings.warn(
+            f"everstep: {fallback.source}: {fallback.error}; the bytes came from {fallback.served_by}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return report
+
+
+def _no_such_step(step: int, url: str) -> NoCheckpoint:
+    return NoCheckpoint(
+        f"no checkpoint of step {step} at {url}",
+        found="nothing that counts for it",
+        expected="a committed checkpoint, or a snapshot in memory",
+        hint="`everstep ls` shows what is there.",
+        step=step,
+    )

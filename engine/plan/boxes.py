@@ -1,0 +1,164 @@
+"""Geometry of boxes: N-d half-open regions of a global tensor."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+
+from ..format.entries import Box
+
+CUT_AXES_MAX = 12
+"""Most axes along which one tensor may be cut. Checking a tiling costs 2**axes per box."""
+
+Point = tuple[int, ...]
+
+
+def is_valid(box: Box, shape: tuple[int, ...]) -> bool:
+    """Whether ``box`` has the axes of ``shape`` and lies inside it."""
+    return len(box.offsets) == len(box.lengths) == len(shape) and all(
+        offset >= 0 and length >= 0 and offset + length <= size
+        for offset, length, size in zip(box.offsets, box.lengths, shape, strict=True)
+    )
+
+
+def contains(box: Box, point: Point) -> bool:
+    """Whether the element at ``point`` lies in ``box``."""
+    return all(o <= p < o + n for o, n, p in zip(box.offsets, box.lengths, point, strict=True))
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common region, or None if it has no element."""
+    offsets = tuple(map(max, a.offsets, b.offsets))
+    lengths = tuple(
+        min(ao + an, bo + bn) - o
+        for ao, an, bo, bn, o in zip(a.offsets, a.lengths, b.offsets, b.lengths, offsets, strict=True)
+    )
+    return None if lengths and min(lengths) <= 0 else Box(offsets, lengths)
+
+
+def subtract(box: Box, hole: Box) -> list[Box]:
+    """What is left of ``box`` without ``hole`` (which lies inside it): disjoint boxes, at most two per
+    axis."""
+    left = []
+    offsets, lengths = list(box.offsets), list(box.lengths)
+    for axis, (start, length) in enumerate(zip(hole.offsets, hole.lengths, strict=True)):
+        before = start - offsets[axis]
+        after = offsets[axis] + lengths[axis] - (start + length)
+        for begin, size in ((offsets[axis], before), (start + length, after)):
+            if size:
+                at, sizes = [*offsets], [*lengths]
+                at[axis], sizes[axis] = begin, size
+                left.append(Box(tuple(at), tuple(sizes)))
+        offsets[axis], lengths[axis] = start, length
+    return left
+
+
+def misfit(boxes: Sequence[Box], target: Box) -> tuple[Point, int] | None:
+    """None if ``boxes`` (all inside ``target``) cover each element of it exactly once; else the first element
+    that they do not, and by how many they cover it too often (negative: not at all).
+
+    Exact and linear in the number of boxes. A box's indicator function is the sum of its corners, each with
+    the sign of its parity; summing over boxes and taking off the target's corners leaves nothing exactly if
+    every element is covered once. The least corner that is left, in the order of its coordinates, is the
+    first element with a wrong count. Raises ValueError for boxes cut along more than ``CUT_AXES_MAX`` axes.
+    """
+    axes = [
+        axis
+        for axis in range(len(target.offsets))
+        if any(
+            b.offsets[axis] != target.offsets[axis] or b.lengths[axis] != target.lengths[axis] for b in boxes
+        )
+    ]
+    if len(axes) > CUT_AXES_MAX:
+        raise ValueError(f"cut along {len(axes)} axes, more than {CUT_AXES_MAX}")
+    if not boxes and target.volume:
+        return target.offsets, -1
+    if not target.volume:
+        return None
+    counts: dict[Point, int] = {}
+    for corner, sign in _corners(target, axes):
+        counts[corner] = -sign
+    for box in boxes:
+        for corner, sign in _corners(box, axes):
+            counts[corner] = counts.get(corner, 0) + sign
+    wrong = [corner for corner, count in counts.items() if count]
+    if not wrong:
+        return None
+    first = min(wrong)
+    point = list(target.offsets)
+    for axis, position in zip(axes, first, strict=True):
+        point[axis] = position
+    return tuple(point), counts[first]
+
+
+def _corners(box: Box, axes: Sequence[int]) -> list[tuple[Point, int]]:
+    """All corners of ``box`` in the coordinates ``axes``, with the sign of each."""
+    corners: list[tuple[Point, int]] = [((), 1)]
+    for axis in axes:
+        low = box.offsets[axis]
+        high = low + box.lengths[axis]
+        corners = [corner for at, sign in corners for corner in (((*at, low), sign), ((*at, high), -sign))]
+    return corners
+
+
+def runs(region: Box, source: Box, target: Box) -> Iterator[tuple[int, int, int]]:
+    """The contiguous pieces of ``region`` (inside both others) as (element in ``source``, element in
+    ``target``, number of elements), where both boxes are stored row-major. As few as there can be."""
+    axes = len(region.lengths)
+    inner = 1
+    axis = axes
+    # Axes that the region spans in both boxes merge with the one before them.
+    while axis and region.lengths[axis - 1] == source.lengths[axis - 1] == target.lengths[axis - 1]:
+        axis -= 1
+        inner *= region.lengths[axis]
+    if axis:
+        axis -= 1
+        inner *= region.lengths[axis]
+    source_at, target_at = _origin(region, source), _origin(region, target)
+    starts = [(source_at, target_at)]
+    source_strides, target_strides = _strides(source), _strides(target)
+    for outer in range(axis):
+        steps = range(region.lengths[outer])
+        s, t = source_strides[outer], target_strides[outer]
+        starts = [(a + i * s, b + i * t) for a, b in starts for i in steps]
+    for a, b in starts:
+        yield a, b, inner
+
+
+def _strides(box: Box) -> list[int]:
+    strides = [1] * len(box.lengths)
+    for axis in range(len(strides) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * box.lengths[axis + 1]
+    return strides
+
+
+def _origin(region: Box, box: Box) -> int:
+    """Row-major index in ``box`` of the first element of ``region``."""
+    index = 0
+    for at, offset, length in zip(region.offsets, box.offsets, box.lengths, strict=True):
+        index = index * length + at - offset
+    return index
+
+
+class BoxIndex:
+    """Finds, among many boxes of one tensor, those that may meet a given one: sorted along the axis that
+    tells most of them apart. Immutable after construction."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        axes = range(len(boxes[0].offsets)) if boxes else range(0)
+        self._axis = max(axes, key=lambda axis: len({box.offsets[axis] for box in boxes}), default=0)
+        self._flat = not axes
+        self._order = sorted(
+            range(len(boxes)), key=lambda i: 0 if self._flat else boxes[i].offsets[self._axis]
+        )
+        self._starts = [0 if self._flat else boxes[i].offsets[self._axis] for i in self._order]
+        self._longest = max((0 if self._flat else box.lengths[self._axis] for box in boxes), default=0)
+
+    def near(self, box: Box) -> list[int]:
+        """Indices of the boxes that may meet ``box``, in ascending order."""
+        if self._flat:
+            return sorted(self._order)
+        begin = box.offsets[self._axis]
+        low = bisect.bisect_right(self._starts, begin - self._longest)
+        high = bisect.bisect_left(self._starts, begin + box.lengths[self._axis])
+        return sorted(self._order[low:high])

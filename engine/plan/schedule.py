@@ -1,0 +1,161 @@
+"""What is snapshotted and flushed, and when: decided by one rank, ahead of time, for all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import BadOption
+
+OnSlow = Literal["wait", "skip", "supersede"]
+ON_SLOW: tuple[OnSlow, ...] = ("wait", "skip", "supersede")
+
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|h|d)")
+_HINT = 'Give a number of steps (100), a duration ("90s", "30m", "2h"), or None for never.'
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """An interval: ``steps`` or ``seconds``, the other one is None."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.steps is None) != (self.seconds is None), "either steps or seconds"
+
+
+def parse_every(value: int | str | Every | None, option: str) -> Every | None:
+    """The interval that ``value`` says, None for never. Raises :class:`BadOption`, naming ``option``."""
+    if value is None or isinstance(value, Every):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return Every(steps=value)
+    if isinstance(value, str):
+        match = _DURATION.fullmatch(value.strip())
+        if match and float(match[1]) > 0:
+            return Every(seconds=float(match[1]) * _SECONDS[match[2]])
+    raise BadOption(f"{option} cannot be used", found=repr(value), hint=_HINT, option=option)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What all ranks do at ``step``. ``flush`` implies ``snapshot``. ``wait``: first wait (bounded) until
+    there is room for the flush; ``supersede``: first give up the oldest unfinished flush."""
+
+    step: int
+    snapshot: bool
+    flush: bool
+    wait: bool = False
+    supersede: bool = False
+
+
+def merge(decisions: Iterable[Decision]) -> Decision | None:
+    """One decision for the last step of ``decisions`` (in order) that does what any of them asks: for steps
+    that were decided but passed over. None for none."""
+    merged: Decision | None = None
+    for d in decisions:
+        if merged is not None:
+            flush, wait, supersede = merged.flush, merged.wait, merged.supersede
+            d = Decision(
+                d.step,
+                merged.snapshot or d.snapshot,
+                flush or d.flush,
+                wait or d.wait,
+                supersede or d.supersede,
+            )
+        merged = d
+    return merged
+
+
+class _Timer:
+    """Says when an interval has gone by. Step intervals are multiples of the step number, so that a resumed
+    run keeps the same rhythm; a multiple that was passed over is due at the next step."""
+
+    def __init__(self, every: Every | None) -> None:
+        self._every = every
+        self._last: tuple[int, float] | None = None
+
+    def due(self, step: int, now: float) -> bool:
+        """Whether ``step`` is due, for steps that go up; the first one is. Being due restarts the
+        interval."""
+        if self._every is None:
+            return False
+        last_step, last_time = self._last or (None, now)
+        if last_step is None:
+            is_due = True
+        elif self._every.steps is not None:
+            is_due = step // self._every.steps > last_step // self._every.steps
+        else:
+            assert self._every.seconds is not None
+            is_due = now - last_time >= self._every.seconds
+        self._last = (step, now if is_due else last_time)
+        return is_due
+
+
+class Schedule:
+    """The decision machine of the one rank that decides. Not thread-safe; holds no clock.
+
+    The first step that it decides is snapshotted and flushed (unless the interval is None). A flush that is
+    due while ``unfinished_max`` are unfinished follows ``on_slow``: all ranks ``wait`` for room, or ``skip``
+    it, or it ``supersede``s the oldest one. The last is never done twice without a finished flush between, or
+    no flush might ever finish: such a flush is skipped.
+    """
+
+    def __init__(
+        self,
+        snapshot_every: int | str | Every | None,
+        full_every: int | str | Every | None,
+        lookahead: int,
+        on_slow: OnSlow = "wait",
+    ) -> None:
+        """``lookahead``: how many steps ahead of the current one are decided. Raises :class:`BadOption`."""
+        if on_slow not in ON_SLOW:
+            raise BadOption("on_slow cannot be used", found=repr(on_slow), expected=" or ".join(ON_SLOW))
+        if isinstance(lookahead, bool) or not isinstance(lookahead, int) or lookahead < 0:
+            raise BadOption(
+                "lookahead cannot be used", found=repr(lookahead), expected="a whole number from 0"
+            )
+        self.lookahead = lookahead
+        self.on_slow = on_slow
+        self.decided: int | None = None
+        """The last step decided; None before the first."""
+        self._snapshot = _Timer(parse_every(snapshot_every, "snapshot_every"))
+        self._full = _Timer(parse_every(full_every, "full_every"))
+        self._superseded = False
+
+    def extend(self, through: int, now: float, unfinished: int, unfinished_max: int) -> list[Decision]:
+        """Decide all steps up to ``through`` (the current step and ``lookahead``) that are not decided yet.
+
+        ``now``: seconds of a clock that never goes back. ``unfinished``: flushes decided so far that are
+        neither durable nor given up. Steps below ``through - lookahead`` cannot come any more and get no
+        decision; what was due at them is due at the first one after. At most ``lookahead + 1`` decisions.
+        """
+        if unfinished < unfinished_max:
+            self._superseded = False
+        first = through - self.lookahead
+        if self.decided is not None:
+            first = max(first, self.decided + 1)
+        decisions = []
+        for step in range(first, through + 1):
+            decision = self._decide(step, now, unfinished, unfinished_max)
+            unfinished += decision.flush and not decision.supersede
+            decisions.append(decision)
+        self.decided = through if self.decided is None else max(self.decided, through)
+        return decisions
+
+    def _decide(self, step: int, now: float, unfinished: int, unfinished_max: int) -> Decision:
+        snapshot = self._snapshot.due(step, now)
+        if not self._full.due(step, now):
+            return Decision(step, snapshot, False)
+        if unfinished < unfinished_max:
+            return Decision(step, True, True)
+        if self.on_slow == "wait":
+            return Decision(step, True, True, wait=True)
+        if self.on_slow == "supersede" and not self._superseded:
+            self._superseded = True
+            return Decision(step, True, True, supersede=True)
+        return Decision(step, snapshot, False)
