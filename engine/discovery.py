@@ -11,18 +11,23 @@ from pathlib import Path
 
 from .backends.api import Backend
 from .errors import Damaged, EverstepError, NotARun, Pruned
-from .format.manifest import Manifest, Tombstone
+from .format.manifest import Manifest
 from .format.records import IncarnationRecord, RunRecord
 from .memory.arena import Arena
 from .memory.directory import find_arenas
 from .memory.slots import Pinned, SlotGone
 from .plan.lineage import Lineage
 from .store.blocking import run_blocking
-from .store.catalog import StepNames, complete_undecided, list_steps, read_decision
+from .store.catalog import StepNames, complete_undecided, list_steps, read_decision, read_vote
+from .store.commit import try_commit
 from .store.runs import open_run, read_incarnations
 
 Key = tuple[int, int]
 """(incarnation, step)"""
+
+FALL_BACK = (Damaged, Pruned)
+"""Errors of a checkpoint itself, after which an older one is tried. Others (a state that does not fit, storage
+that does not answer) end the load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +90,9 @@ def complete_in_memory(held: Sequence[Held]) -> set[Key]:
 class Proposals:
     """Candidates of a run, newest first; rank 0 asks, all ranks load. ``problems`` gathers what was passed over."""
 
-    def __init__(self, backend: Backend, in_memory: set[Key], *, step: int | None) -> None:
+    def __init__(self, backend: Backend, in_memory: set[Key], *, step: int | None, writes: bool) -> None:
         self._backend = backend
+        self._writes = writes
         self._in_memory = in_memory
         self.records: list[IncarnationRecord] = run_blocking(read_incarnations(backend))
         self._names = {found.key: found for found in run_blocking(list_steps(backend))}
@@ -127,14 +133,27 @@ class Proposals:
             return False
         try:
             decision = run_blocking(read_decision(self._backend, names))
-            if decision is None and run_blocking(complete_undecided(self._backend, names)):
-                self.problems.append(
-                    f"step {names.step} (incarnation {names.incarnation}): all votes are in, but its manifest is missing"
-                )
-        except (Damaged, Pruned) as error:
+            if decision is None:
+                decision = self._undecided(names)
+        except FALL_BACK as error:
             self.problems.append(f"step {names.step} (incarnation {names.incarnation}): {error}")
             return False
-        return isinstance(decision, Manifest) and not isinstance(decision, Tombstone)
+        return isinstance(decision, Manifest)
+
+    def _undecided(self, names: StepNames) -> Manifest | None:
+        """All votes are in, but no decision: a crash hit the instant between, or the manifest was lost. The votes
+        prove everything, so a writer commits it, as any agent would have."""
+        attempts = run_blocking(complete_undecided(self._backend, names))
+        if not attempts:
+            return None
+        told = f"step {names.step} (incarnation {names.incarnation}): all votes are in, but its manifest is missing"
+        if not self._writes:
+            self.problems.append(f"{told}; a training run that loads here commits it")
+            return None
+        world = run_blocking(read_vote(self._backend, names.step, names.incarnation, attempts[-1], 0))[1].world
+        decided = run_blocking(try_commit(self._backend, names.step, names.incarnation, attempts[-1], world))
+        self.problems.append(f"{told}; committed now" if isinstance(decided, Manifest) else f"{told}; given up")
+        return decided if isinstance(decided, Manifest) else None
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,11 @@ from typing import Any
 
 from .backends.api import Backend
 from .config import check_config
-from .discovery import Candidate, Held, Key, Proposals, complete_in_memory, find_run, look_in_memory, pinned
+from .discovery import FALL_BACK, Candidate, Held, Key, Proposals, complete_in_memory, find_run, look_in_memory, pinned
 from .errors import Damaged, EverstepError, NoCheckpoint, NotARun, Pruned, StateMismatch
 from .format.layout import Layout
 from .format.manifest import Manifest
 from .format.records import RunRecord
-from .opening import Origin
 from .plan.reads import plan_reads
 from .ranks import Ranks
 from .state.restore import plan_restore, plan_values
@@ -32,11 +31,6 @@ from .store.fill import FillReport, fill
 from .store.sources import ArenaSource, DurableSource, Source
 
 log = logging.getLogger("everstep")
-
-FALL_BACK = (Damaged, Pruned)
-"""Errors of a checkpoint itself, after which an older one is tried. Others (a state that does not fit, storage
-that does not answer) end the load."""
-
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
@@ -53,28 +47,46 @@ class Recovery:
     config_changes: Mapping[str, Any] | None = None
 
 
-class Loader:
-    """One load by all ranks together."""
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What one rank's reading gave: the tier, the bytes that were copied, what was loosened, and, where plain
+    values were asked for, those."""
 
-    def __init__(self, backend: Backend, ranks: Ranks, arenas: Path | None, *, timeout_s: float) -> None:
+    tier: str
+    nbytes: int
+    loosened: tuple[str, ...] = ()
+    values: dict[str, Any] | None = None
+
+
+Reading = Callable[[Sequence[Source]], Filled]
+"""Reads what a rank needs from the holders of one checkpoint, nearest first."""
+
+
+class Loader:
+    """One load by all ranks together. ``arenas`` is this node's directory of arenas; None leaves memory out.
+    ``writes`` allows to commit an attempt whose votes are all in but whose manifest is missing."""
+
+    def __init__(
+        self, backend: Backend, ranks: Ranks, arenas: Path | None, *, timeout_s: float, writes: bool = False
+    ) -> None:
         self._backend = backend
         self._ranks = ranks
         self._arenas = arenas
         self._timeout_s = timeout_s
+        self._writes = writes
         self._held: list[Held] = []
         self._skipped: list[str] = []
 
     def load(
         self,
-        state: TrainState,
+        read: Reading,
         *,
         step: int | None,
-        allow: Collection[str],
-        config: dict[str, Any] | None,
-        config_reason: str | None,
-    ) -> Recovery | None:
-        """Fill ``state`` with the newest step that counts (or with ``step``). None if the run has no checkpoint
-        at all. All ranks get the same answer."""
+        config: dict[str, Any] | None = None,
+        config_reason: str | None = None,
+    ) -> tuple[Recovery, Filled] | None:
+        """``read`` the newest step that counts (or ``step``), or an older one where it fails on any rank. None if
+        the run has no checkpoint at all. All ranks get the same answer."""
         began = time.monotonic()
         run = self._agree_on_run()
         if run is None:
@@ -89,28 +101,32 @@ class Loader:
             candidate, changes = found
             what = f"loading step {candidate.step}"
 
-            def attempt(candidate: Candidate = candidate) -> tuple[str, int, tuple[str, ...]]:
-                return self._restore(run, candidate, state, allow)
+            def attempt(candidate: Candidate = candidate) -> Filled:
+                with ExitStack() as stack:
+                    return read(self._open(run, candidate, stack))
 
-            result, errors = self._ranks.outcomes(what, attempt, timeout_s=self._timeout_s)
+            filled, errors = self._ranks.outcomes(what, attempt, timeout_s=self._timeout_s)
             if not errors:
-                assert result is not None
-                tier, nbytes, loosened = result
-                seconds = time.monotonic() - began
-                log.info("everstep: step %d loaded from %s in %.2f s", candidate.step, tier, seconds)
-                return Recovery(
-                    step=candidate.step,
-                    incarnation=candidate.incarnation,
-                    tier=tier,
-                    seconds=seconds,
-                    nbytes=nbytes,
-                    skipped=tuple(self._skipped),
-                    loosened=loosened,
-                    config_changes=changes,
-                )
+                assert filled is not None
+                return self._done(candidate, filled, changes, time.monotonic() - began), filled
             if not all(isinstance(error, FALL_BACK) for error in errors.values()):
                 raise self._ranks.verdict(what, errors)
             self._skip(candidate, errors)
+
+    def _done(
+        self, candidate: Candidate, filled: Filled, changes: dict[str, Any], seconds: float
+    ) -> Recovery:
+        log.info("everstep: step %d loaded from %s in %.2f s", candidate.step, filled.tier, seconds)
+        return Recovery(
+            step=candidate.step,
+            incarnation=candidate.incarnation,
+            tier=filled.tier,
+            seconds=seconds,
+            nbytes=filled.nbytes,
+            skipped=tuple(self._skipped),
+            loosened=filled.loosened,
+            config_changes=changes,
+        )
 
     # -- finding
 
@@ -137,7 +153,7 @@ class Loader:
         made: list[Proposals] = []
         self._ranks.from_first(
             "listing the checkpoints",
-            lambda: made.append(Proposals(self._backend, common, step=step)),
+            lambda: made.append(Proposals(self._backend, common, step=step, writes=self._writes)),
             timeout_s=self._timeout_s,
         )
         return made[0] if made else None
@@ -185,13 +201,6 @@ class Loader:
 
     # -- reading
 
-    def _restore(
-        self, run: RunRecord, candidate: Candidate, state: TrainState, allow: Collection[str]
-    ) -> tuple[str, int, tuple[str, ...]]:
-        with ExitStack() as stack:
-            sources = self._open(run, candidate, stack)
-            return fill_state(sources, self._ranks.rank, self._ranks.world, state, allow)
-
     def _open(self, run: RunRecord, candidate: Candidate, stack: ExitStack) -> list[Source]:
         """The holders of the candidate, nearest first."""
         sources: list[Source] = []
@@ -216,29 +225,48 @@ def open_durable(backend: Backend, run: RunRecord, key: Key) -> DurableSource:
     return DurableSource(backend, run_blocking(read()), run.chunk_bytes)
 
 
-def fill_state(
-    sources: Sequence[Source], rank: int, world: int, state: TrainState, allow: Collection[str]
-) -> tuple[str, int, tuple[str, ...]]:
-    """Restore ``state`` from the first source that can give each byte. (tier, bytes, what was loosened)."""
-    if sources[0].world != world:
+def into_state(state: TrainState, rank: int, world: int | None, allow: Collection[str]) -> Reading:
+    """Restores ``state`` in place as ``rank``; ``world`` None takes a checkpoint of any number of ranks."""
+
+    def read(sources: Sequence[Source]) -> Filled:
+        _check_world(sources[0], rank, world)
+        data, layouts = first_good(sources, rank)
+        plan = plan_restore(state, data, layouts[rank].entries, allow=allow)
+        report = fill_targets(sources, rank, layouts, plan.targets)
+        return Filled(_tier(sources), report.nbytes, tuple(plan.finish()))
+
+    return read
+
+
+def as_values(rank: int, parts: Collection[str] | None) -> Reading:
+    """Gives one rank's state as plain nested values on the CPU."""
+
+    def read(sources: Sequence[Source]) -> Filled:
+        _check_world(sources[0], rank, None)
+        data, layouts = first_good(sources, rank)
+        plan = plan_values(data, layouts[rank].entries, parts=parts)
+        report = fill_targets(sources, rank, layouts, plan.targets)
+        return Filled(_tier(sources), report.nbytes, values=plan.finish())
+
+    return read
+
+
+def _tier(sources: Sequence[Source]) -> str:
+    return "memory" if isinstance(sources[0], ArenaSource) else "disk"
+
+
+def _check_world(source: Source, rank: int, world: int | None) -> None:
+    if world is not None and source.world != world:
         raise StateMismatch(
-            f"step {sources[0].step} was written by another number of ranks",
-            found=f"{sources[0].world} ranks",
+            f"step {source.step} was written by another number of ranks",
+            found=f"{source.world} ranks",
             expected=f"{world} ranks",
             hint="Start as many ranks as wrote it.",
         )
-    data, layouts = first_good(sources, rank)
-    plan = plan_restore(state, data, layouts[rank].entries, allow=allow)
-    report = fill_targets(sources, rank, layouts, plan.targets)
-    return ("memory" if isinstance(sources[0], ArenaSource) else "disk"), report.nbytes, tuple(plan.finish())
-
-
-def load_values(sources: Sequence[Source], rank: int, parts: Collection[str] | None) -> dict[str, Any]:
-    """One rank's state as plain nested values on the CPU."""
-    data, layouts = first_good(sources, rank)
-    plan = plan_values(data, layouts[rank].entries, parts=parts)
-    fill_targets(sources, rank, layouts, plan.targets)
-    return plan.finish()
+    if rank >= source.world:
+        raise NoCheckpoint(
+            f"step {source.step} has no rank {rank}", found=f"{source.world} ranks", expected=f"rank {rank}", step=source.step
+        )
 
 
 def first_good(sources: Sequence[Source], rank: int) -> tuple[bytes, list[Layout]]:
@@ -259,7 +287,7 @@ def fill_targets(
     sources: Sequence[Source], rank: int, layouts: Sequence[Layout], targets: Mapping[int, memoryview]
 ) -> FillReport:
     """Read the bytes of ``targets`` (by entry index of the rank's layout)."""
-    reads = plan_reads(rank, layouts, wanted=sorted(targets))
+    reads = plan_reads([layouts[rank].entries[index] for index in wanted], layouts, rank)
     report = run_blocking(fill(sources, reads, targets))
     for fallback in report.fallbacks:
         warnings.warn(

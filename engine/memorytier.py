@@ -31,11 +31,13 @@ Key = tuple[int, int]
 class MemoryTier:
     """One rank's arena and its neighbours'. Used from the trainer's thread only."""
 
-    def __init__(self, place: Place, memory: Memory, rank: int, world: int) -> None:
+    def __init__(self, place: Place, memory: Memory, rank: int) -> None:
         self._place = place
         self._memory = memory
         self._rank = rank
-        self._world = world
+        self._world = 1
+        self.local_ranks = 1
+        """How many ranks run on this node: those whose arenas W depends on."""
         self._arena: Arena | None = None
         self._outgrown: list[Arena] = []
         self._neighbours: dict[int, Arena] = {}
@@ -71,23 +73,23 @@ class MemoryTier:
             self._outgrown.append(left)
         self._arena = self._create(slot_bytes, chunk_bytes)
 
-    def open(self, *, run_id: str, incarnation: int, adopted: Key | None) -> None:
+    def open(self, *, run_id: str, incarnation: int, adopted: Key | None, world: int) -> None:
         """Own the arena for this incarnation. Raises RunInUse if a living process owns it."""
         self._incarnation, self._adopted, self._run_id = incarnation, adopted, run_id
+        self._world = world
         for arena in [self.arena, *self._outgrown]:
             arena.take(Process.current(), run_id=run_id, incarnation=incarnation, world=self._world)
 
     def complete(self) -> Key | None:
         """W as (incarnation, step): what all ranks of this node hold; before that, the adopted snapshot."""
+        if len(self._neighbours) + 1 < self.local_ranks:
+            self._meet()
         steps = [self.arena.newest(self._incarnation)]
         steps += [arena.newest(self._incarnation) for arena in self._neighbours.values()]
-        if len(steps) < self._world:
-            self._meet()
-            if len(self._neighbours) + 1 < self._world:
-                return self._adopted
-            return self.complete()
         known = [step for step in steps if step is not None]
-        return (self._incarnation, min(known)) if len(known) == len(steps) else self._adopted
+        if len(known) < self.local_ranks and self.is_shared:
+            return self._adopted
+        return (self._incarnation, min(known)) if known else self._adopted
 
     def begin(self, step: int, need_bytes: int, *, timeout_s: float, waiting: Callable[[], None]) -> WriteSlot:
         """A slot for ``step`` with room for ``need_bytes``; waits at most ``timeout_s`` for one.

@@ -63,6 +63,11 @@ class Ranks:
         rank = int(os.environ.get("RANK", "0"))
         return cls(rank, world, _environment_store(rank, world) if world > 1 else None, scope=scope)
 
+    @classmethod
+    def alone(cls) -> Ranks:
+        """One rank, whatever job this process belongs to: for readers."""
+        return cls(0, 1, None, scope="alone")
+
     def agree(self, what: str, value: Any, *, timeout_s: float) -> list[Any]:
         """Every rank's ``value`` (plain values), by rank. Raises RankError naming ranks that did not answer."""
         if self._store is None:

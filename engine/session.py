@@ -51,7 +51,7 @@ class Session:
         self._tier = tier
         self._record = record
         adopted = adopted_of(record)
-        tier.open(run_id=run.run_id, incarnation=record.number, adopted=adopted)
+        tier.open(run_id=run.run_id, incarnation=record.number, adopted=adopted, world=ranks.world)
         self._client = self._connect(place, policy, run, agent, adopted)
         self.outcomes = Outcomes(policy)
         self._decisions = Decisions(ranks, policy, start=adopted[1] if adopted else 0, unfinished_max=memory.slots - 2)

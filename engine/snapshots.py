@@ -1,3 +1,184 @@
-"""Taking snapshots: flatten the state, plan its layout, copy it into a slot, at once or behind the next step."""
+"""Taking snapshots: flatten the state, plan its layout, copy it into a slot, at once or behind the next step.
+
+A late copy runs behind the next forward and backward. It takes only tensors that a torch optimizer owns (its
+parameters and their state), and the optimizer's next step waits for it. It is used only after an interval in
+which every optimizer's hook was seen to fire, for without the hook nothing would wait.
+"""
 
 from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .errors import StateMismatch
+from .memory.slots import WriteSlot
+from .memorytier import MemoryTier
+from .planning import LayoutPlanner
+from .ranks import Ranks
+from .snapshot.copier import Copier
+from .snapshot.late import LateCopy
+from .state.trainstate import TrainState
+from .state.tree import FlatState, flatten
+
+
+class Taken:
+    """One snapshot: being copied, whole, or void because tensors moved under the copy."""
+
+    def __init__(self, step: int, slot: WriteSlot) -> None:
+        self.step = step
+        self.slot = slot.index
+        self.generation = slot.generation
+        self.whole = False
+        self.moved: list[str] = []
+
+
+class Snapshots:
+    """One rank's snapshots. Used from the trainer's thread only; the hooks run on it too."""
+
+    def __init__(self, tier: MemoryTier, ranks: Ranks, *, overlap: bool) -> None:
+        self._tier = tier
+        self._copier = Copier()
+        self._planner = LayoutPlanner(ranks.rank, ranks.world)
+        self._hooks = Hooks(self._before_optimizer) if overlap else None
+        self._copying: tuple[Taken, WriteSlot, LateCopy, str] | None = None
+        self._hook_timeout_s = 0.0
+        self.newest: Taken | None = None
+        self.moved_arena = False
+        """Set when the arena was replaced by a larger one: the agent has to be told."""
+        self.waited_s = 0.0
+        """Seconds that optimizer hooks waited for late copies, all together."""
+
+    def holds(self, step: int) -> bool:
+        return self.newest is not None and self.newest.step == step
+
+    def take(
+        self,
+        step: int,
+        state: TrainState,
+        meta: Callable[[], bytes],
+        *,
+        late: bool,
+        timeout_s: float,
+        waiting: Callable[[], None],
+    ) -> None:
+        """Snapshot ``state`` as ``step``. With ``late`` some of it may be copied after this returns.
+
+        Raises UnsupportedValue before anything is touched, CapacityError if no slot becomes free in time.
+        """
+        self.settle(timeout_s)
+        flat = flatten(state.parts(), scope=state.scope)
+        plan = self._planner.plan(flat)
+        late_leaves = self._late_leaves(flat, state) if late else frozenset()
+        meta_bytes = meta()
+        need = sum(-(-size // 4096) * 4096 for _, size in plan.regions(len(flat.state), len(meta_bytes)))
+        arena = self._tier.arena
+        slot = self._tier.begin(step, need, timeout_s=timeout_s, waiting=waiting)
+        if self._tier.arena is not arena:
+            self._copier.forget()
+            self.moved_arena = True
+        taken = Taken(step, slot)
+        try:
+            copying = self._copier.copy(
+                slot, plan, [leaf.tensor for leaf in flat.leaves], state=flat.state, meta=meta_bytes, late=late_leaves
+            )
+        except BaseException:
+            slot.abandon()
+            raise
+        self.newest = taken
+        if copying is None:
+            slot.publish(plan.layout_hash)
+            taken.whole = True
+        else:
+            self._hook_timeout_s = timeout_s
+            self._copying = (taken, slot, copying, plan.layout_hash)
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait for a late copy, and publish its snapshot if nothing moved under it."""
+        if self._copying is None:
+            return
+        taken, slot, copying, layout_hash = self._copying
+        moved = copying.wait(timeout_s)
+        self._copying = None
+        if moved:
+            taken.moved = moved
+            slot.abandon()
+            if self.newest is taken:
+                self.newest = None
+            raise StateMismatch(
+                f"the snapshot of step {taken.step} is void: tensors changed while they were copied",
+                found=", ".join(moved[:5]) + (f" and {len(moved) - 5} more" if len(moved) > 5 else ""),
+                expected="no change of parameters and optimizer state before the next optimizer.step()",
+                hint='Use Memory(copy="eager"), or make the change after the optimizer step.',
+                step=taken.step,
+            )
+        slot.publish(layout_hash)
+        taken.whole = True
+
+    def close(self) -> None:
+        """Drop a running copy and the hooks."""
+        if self._copying is not None:
+            _, slot, copying, _ = self._copying
+            copying.cancel()
+            slot.abandon()
+            self._copying = None
+        if self._hooks is not None:
+            self._hooks.remove()
+        self._copier.forget()
+
+    def _late_leaves(self, flat: FlatState, state: TrainState) -> frozenset[int]:
+        """Entries that may be copied late: none before the hooks were seen to fire."""
+        if self._hooks is None or not self._hooks.ready(state.optimizers()):
+            return frozenset()
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return frozenset()
+        owned = state.late_tensors()
+        return frozenset(index for index, leaf in enumerate(flat.leaves) if leaf.tensor.data_ptr() in owned)
+
+    def _before_optimizer(self) -> None:
+        began = time.perf_counter()
+        self.settle(self._hook_timeout_s)
+        self.waited_s += time.perf_counter() - began
+
+
+class Hooks:
+    """Pre-step hooks of optimizers, and whether each was seen to fire since it was set."""
+
+    def __init__(self, before: Callable[[], None]) -> None:
+        self._before = before
+        self._handles: dict[int, Any] = {}
+        self._fired: set[int] = set()
+        self._alive: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+
+    def ready(self, optimizers: list[torch.optim.Optimizer]) -> bool:
+        """Whether every optimizer's hook has fired; sets those that are missing."""
+        for optimizer in optimizers:
+            key = id(optimizer)
+            known = self._alive.get(key)
+            if known is None or known() is not optimizer:
+                self._fired.discard(key)
+                self._alive[key] = weakref.ref(optimizer)
+                self._handles[key] = optimizer.register_step_pre_hook(self._make(key))
+        if not optimizers:
+            warnings.warn(
+                'everstep: Memory(copy="overlap") needs a torch optimizer in the state; copies are eager',
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return bool(optimizers) and all(id(optimizer) in self._fired for optimizer in optimizers)
+
+    def remove(self) -> None:
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def _make(self, key: int) -> Callable[..., None]:
+        def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            self._fired.add(key)
+            self._before()
+
+        return hook

@@ -68,7 +68,9 @@ def writing(backend: Backend, name: str, **fields: object) -> Iterator[None]:
         ) from error
 
 
-async def each(items: Iterable[T], work: Callable[[T], Awaitable[R]], *, limit: int = PARALLEL_MAX) -> list[R]:
+async def each(
+    items: Iterable[T], work: Callable[[T], Awaitable[R]], *, limit: int = PARALLEL_MAX
+) -> list[R]:
     """``work`` of every item, at most ``limit`` at a time; results in the items' order.
 
     The first error stops the rest and is raised.

@@ -65,7 +65,9 @@ def run_blocking(coro: Coroutine[Any, Any, T]) -> T:
     runner = _runner()
     if threading.current_thread() is runner.thread:
         coro.close()
-        raise UsageError("run_blocking was called on the storage loop itself", hint="Await the coroutine instead")
+        raise UsageError(
+            "run_blocking was called on the storage loop itself", hint="Await the coroutine instead"
+        )
     ended = threading.Event()
 
     async def watched() -> T:

@@ -104,7 +104,9 @@ async def read_numbered(backend: Backend, found: StepNames) -> tuple[int, Manife
     )
 
 
-async def read_vote(backend: Backend, step: int, incarnation: int, attempt: int, rank: int) -> tuple[bytes, Vote]:
+async def read_vote(
+    backend: Backend, step: int, incarnation: int, attempt: int, rank: int
+) -> tuple[bytes, Vote]:
     """One vote, as stored and decoded, checked against its name. Raises NotFound, Damaged, CannotTell."""
     name = names.vote(step, incarnation, attempt, rank)
     with reading(backend, name):

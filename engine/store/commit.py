@@ -122,7 +122,9 @@ async def _standing(backend: Backend, step: int, incarnation: int, attempt: int)
 def _as_attempt(decision: Decision, number: int) -> Manifest | Abort:
     """What a decision says of attempt ``number``: a tombstone, or a revision of an earlier manifest, took it."""
     if isinstance(decision, Tombstone):
-        return Abort(decision.step, decision.incarnation, number, f"the checkpoint was removed: {decision.reason}")
+        return Abort(
+            decision.step, decision.incarnation, number, f"the checkpoint was removed: {decision.reason}"
+        )
     return decision
 
 

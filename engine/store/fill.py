@@ -172,8 +172,9 @@ async def _holders(
             await source.check_image(rank, image)
         except KeyError:
             name = source.locate(rank, image)
-            error: EverstepError = Damaged(f"{name} is in no vote", found="nothing", expected="a record", name=name)
-            failed.append((source, error))
+            failed.append(
+                (source, Damaged(f"{name} is in no vote", found="nothing", expected="a record", name=name))
+            )
         except _UNSERVED as error:
             failed.append((source, error))
         else:
@@ -185,8 +186,8 @@ async def _holders(
         if failed:
             raise _worst(failed)
         raise StateMismatch(f"no source holds image {image!r} of rank {rank}", found="nothing", rank=rank)
-    for source, error in failed:
-        report.fell_back(Fallback(rank, image, 0, record.nbytes, source.label, error, holders[0].label))
+    for source, problem in failed:
+        report.fell_back(Fallback(rank, image, 0, record.nbytes, source.label, problem, holders[0].label))
     return tuple(holders), record
 
 
@@ -340,7 +341,9 @@ async def _repair(
     whole = memoryview(bytearray(view)) if view.readonly else view
     wanted: dict[int, bytes | None] = dict(bad)
     if error is not None:
-        wanted = dict.fromkeys(range(piece.offset // chunk_bytes, -(-(piece.offset + piece.nbytes) // chunk_bytes)))
+        wanted = dict.fromkeys(
+            range(piece.offset // chunk_bytes, -(-(piece.offset + piece.nbytes) // chunk_bytes))
+        )
     for index, found in wanted.items():
         at = index * chunk_bytes - piece.offset
         chunk = whole[at : at + chunk_bytes]
@@ -356,7 +359,13 @@ async def _repair(
         for former, problem in failed:
             report.fell_back(
                 Fallback(
-                    piece.rank, piece.image, index * chunk_bytes, len(chunk), former.label, problem, server.label
+                    piece.rank,
+                    piece.image,
+                    index * chunk_bytes,
+                    len(chunk),
+                    former.label,
+                    problem,
+                    server.label,
                 )
             )
     await loop.run_in_executor(pool, _copy, piece.copies, whole, targets)

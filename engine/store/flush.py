@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-
 from everstep.backends.api import Backend
 from everstep.backends.errors import Conflict, NotFound
 from everstep.backends.points import reach
@@ -32,7 +31,7 @@ from .asking import SMALL_BYTES_MAX, each, reading, writing
 from .catalog import read_decision_at, read_vote
 
 if TYPE_CHECKING:
-    from everstep.memory.arena import Pinned
+    from everstep.memory.slots import Pinned
 
 log = logging.getLogger("everstep.store")
 
@@ -80,7 +79,9 @@ async def flush_rank(
     CannotTell.
     """
     if chunk_bytes != run.chunk_bytes:
-        raise BadOption("the arena and the run differ in chunk size", found=chunk_bytes, expected=run.chunk_bytes)
+        raise BadOption(
+            "the arena and the run differ in chunk size", found=chunk_bytes, expected=run.chunk_bytes
+        )
     layout, encoded = _layout_of(job, pinned)
     await _refuse_decided(backend, job)
     images = [
@@ -150,9 +151,7 @@ async def _refuse_decided(backend: Backend, job: FlushJob) -> None:
         )
 
 
-async def _former_vote(
-    backend: Backend, job: FlushJob, pinned: Pinned, images: list[_Source]
-) -> Vote | None:
+async def _former_vote(backend: Backend, job: FlushJob, pinned: Pinned, images: list[_Source]) -> Vote | None:
     """This rank's vote of an earlier try, if it stands for this very slot: then all images are durable. It also
     forbids writing other bytes under names that a manifest may be about to prove by it."""
     try:

@@ -95,7 +95,9 @@ async def rotate(
             await _finish(backend, found, decision, report, tombstone_wait_s, clock)
         elif isinstance(decision, Manifest) and wanted:
             await _remove(backend, found, decision, report, is_superseded)
-    await _collect(backend, [found for found in steps if found.key in standing], standing, keep, is_gone, report)
+    await _collect(
+        backend, [found for found in steps if found.key in standing], standing, keep, is_gone, report
+    )
     return report
 
 
@@ -274,7 +276,9 @@ async def _collect(
     report: RotationReport,
 ) -> None:
     """Remove attempts that were given up, and give up those whose writer is gone."""
-    newest = max(keep | {key for key, decision in standing.items() if isinstance(decision, Manifest)}, default=None)
+    newest = max(
+        keep | {key for key, decision in standing.items() if isinstance(decision, Manifest)}, default=None
+    )
     for found in steps:
         if isinstance(standing[found.key], Tombstone):
             continue
@@ -309,9 +313,7 @@ async def _give_up(
         if Lineage(await read_incarnations(backend)).counts(*found.key):
             report.kept.append((found.key, f"attempt {attempt} is complete but not decided"))
             return None
-    return await abort_attempt(
-        backend, found.step, found.incarnation, attempt, reason="its writer is gone"
-    )
+    return await abort_attempt(backend, found.step, found.incarnation, attempt, reason="its writer is gone")
 
 
 async def _forget(backend: Backend, found: StepNames) -> None:

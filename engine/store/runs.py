@@ -162,7 +162,7 @@ async def create_run(backend: Backend, *, chunk_bytes: int) -> RunRecord:
 
 async def read_incarnations(backend: Backend) -> list[IncarnationRecord]:
     """All records, by number. Numbers start at 1 and have no gap: a missing record is Damaged."""
-    numbers = await _incarnation_numbers(backend)
+    numbers = await incarnation_numbers(backend)
     expected = range(1, len(numbers) + 1)
     missing = sorted(set(expected) - set(numbers))
     if missing:
@@ -210,16 +210,14 @@ def require_records(records: Iterable[IncarnationRecord], incarnations: Iterable
         )
 
 
-async def add_incarnation(
-    backend: Backend, build: Callable[[int], IncarnationRecord]
-) -> IncarnationRecord:
+async def add_incarnation(backend: Backend, build: Callable[[int], IncarnationRecord]) -> IncarnationRecord:
     """Create the record that ``build`` makes for the next free number. Announce first, then look: the caller
     re-reads what it adopted after this returns.
 
     Raises SaveFailed when others keep taking the number, StorageFull, CannotTell.
     """
     for _ in range(ADD_TRIES_MAX):
-        numbers = await _incarnation_numbers(backend)
+        numbers = await incarnation_numbers(backend)
         record = build(max(numbers, default=0) + 1)
         name = names.incarnation(record.number)
         try:
@@ -236,7 +234,8 @@ async def add_incarnation(
     )
 
 
-async def _incarnation_numbers(backend: Backend) -> list[int]:
+async def incarnation_numbers(backend: Backend) -> list[int]:
+    """The numbers of the records that are there, ascending."""
     with reading(backend, names.INCARNATIONS):
         children = await backend.list_names(names.INCARNATIONS)
     found = []

@@ -25,7 +25,7 @@ from .catalog import list_step, read_layout, read_numbered, read_vote
 from .flush import IMAGE_REGION, LAYOUT_REGION, META_REGION, read_meta
 
 if TYPE_CHECKING:
-    from everstep.memory.arena import Pinned
+    from everstep.memory.slots import Pinned
 
 
 class Source(Protocol):
@@ -81,7 +81,9 @@ class Source(Protocol):
 class DurableSource:
     """A checkpoint on a backend, as its manifest names it."""
 
-    def __init__(self, backend: Backend, manifest: Manifest, chunk_bytes: int, label: str | None = None) -> None:
+    def __init__(
+        self, backend: Backend, manifest: Manifest, chunk_bytes: int, label: str | None = None
+    ) -> None:
         self.backend = backend
         self.manifest = manifest
         self.label = label or backend.url
@@ -122,11 +124,15 @@ class DurableSource:
     async def check_image(self, rank: int, image: str) -> None:
         name = self.locate(rank, image)
         expected = (await self.records(rank))[image].nbytes
-        found = await self._explained(_size(self.backend, name))
+        found = await self.size(name)
         if found != expected:
             raise Damaged(
                 f"{name}: wrong size", found=f"{found} bytes", expected=f"{expected} bytes", name=name
             )
+
+    async def size(self, name: str) -> int:
+        """Size of one of the checkpoint's objects."""
+        return int(await self._explained(_size(self.backend, name)))
 
     async def read_into(self, rank: int, image: str, offset: int, view: memoryview) -> None:
         await self._explained(_read_into(self.backend, self.locate(rank, image), offset, view))
@@ -154,7 +160,10 @@ class DurableSource:
             found = await self.backend.size(name)
         if found != record.vote_nbytes:
             raise Damaged(
-                f"{name}: wrong size", found=f"{found} bytes", expected=f"{record.vote_nbytes} bytes", name=name
+                f"{name}: wrong size",
+                found=f"{found} bytes",
+                expected=f"{record.vote_nbytes} bytes",
+                name=name,
             )
         data, vote = await read_vote(self.backend, self.step, self.incarnation, attempt, rank)
         check_vote(data, vote, record, self.manifest, name)
@@ -208,7 +217,10 @@ class ArenaSource:
         found = {(pin.info.incarnation, pin.info.step) for pin in pins.values()}
         if len(found) > 1:
             raise Damaged(
-                "slots of different snapshots", found=sorted(found), expected="one (incarnation, step)", name=label
+                "slots of different snapshots",
+                found=sorted(found),
+                expected="one (incarnation, step)",
+                name=label,
             )
 
     async def meta(self, rank: int) -> dict[str, Any]:
@@ -315,7 +327,9 @@ def check_vote(data: bytes, vote: Vote, record: RankRecord, manifest: Manifest, 
     ]
     for what, found, expected in pairs:
         if found != expected:
-            raise Damaged(f"{name}: another {what} than the manifest's", found=found, expected=expected, name=name)
+            raise Damaged(
+                f"{name}: another {what} than the manifest's", found=found, expected=expected, name=name
+            )
 
 
 def check_record(record: ImageRecord, chunk_bytes: int, name: str) -> None:
@@ -329,7 +343,12 @@ def check_record(record: ImageRecord, chunk_bytes: int, name: str) -> None:
             name=name,
         )
     if image_root(record.nbytes, record.chunks) != record.root:
-        raise Damaged(f"{name}: the hashes do not have their root", found="another", expected=record.root.hex(), name=name)
+        raise Damaged(
+            f"{name}: the hashes do not have their root",
+            found="another",
+            expected=record.root.hex(),
+            name=name,
+        )
 
 
 def check_images(layout: Layout, records: Mapping[str, ImageRecord], name: str) -> None:
@@ -340,7 +359,9 @@ def check_images(layout: Layout, records: Mapping[str, ImageRecord], name: str) 
         raise Damaged(f"{name}: other images than the vote's", found=found, expected=expected, name=name)
 
 
-def bad_chunks(view: memoryview, first: int, record: ImageRecord, chunk_bytes: int) -> list[tuple[int, bytes]]:
+def bad_chunks(
+    view: memoryview, first: int, record: ImageRecord, chunk_bytes: int
+) -> list[tuple[int, bytes]]:
     """The chunks in ``view`` (which begins with chunk ``first``) whose hash is not the record's, each with the
     hash found. A chunk for which the record has no hash is bad."""
     found = chunk_hashes(view, chunk_bytes)

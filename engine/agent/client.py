@@ -1,0 +1,399 @@
+"""The trainer's side of the agent. Plain synchronous code, no thread (but for the inline agent's own)."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from everstep.errors import AgentError, EverstepError, SaveFailed
+
+from . import places
+from .frames import FrameSocket
+from .inline import InlineAgent
+from .link import Link, State
+from .protocol import (
+    ArenasAnswer,
+    ArenasRequest,
+    Bye,
+    FlushRequest,
+    GiveUpRequest,
+    Goodbye,
+    News,
+    StatusAnswer,
+    StatusRequest,
+)
+from .values import NO_STEP, VERDICTS, AgentSettings, Hello, Progress, default_runtime_dir
+
+STATUS_S = 5.0
+NEWS_MAX = 100_000
+"""Progress that nobody has polled; the oldest is dropped then (verdicts of one's own steps are kept
+apart)."""
+STEPS_MAX = 10_000
+"""Steps whose attempts and verdicts are remembered."""
+
+T = TypeVar("T")
+ReplyT = TypeVar("ReplyT", StatusAnswer, Goodbye)
+
+_clients: weakref.WeakSet[AgentClient] = weakref.WeakSet()
+_fork_hooked = False
+
+
+@dataclass
+class _Wanted:
+    """A flush without a verdict."""
+
+    request: FlushRequest
+    since: float
+
+
+@dataclass(frozen=True)
+class HeldArena:
+    """An arena that the agent knows; ``fd`` (the caller's, to close) where it has no path."""
+
+    rank: int
+    incarnation: int
+    path: Path | None
+    fd: int | None
+
+
+class AgentClient:
+    """One rank's client. One thread at a time uses it.
+
+    No call waits for storage or for the agent, but for :meth:`connect`, :meth:`wait`, :meth:`status` and
+    :meth:`bye`, each bounded by its time-out. A lost agent is started again (at most 5 times in 10
+    minutes), told what was unfinished, and reported as progress of stage "agent_lost"; when it cannot be
+    had at all, :class:`AgentError` is raised once, the unfinished flushes fail, and so does every later one
+    until it can be had again. In a forked child every call but :meth:`close` raises AgentError, and nothing
+    of the parent's is touched.
+    """
+
+    def __init__(self, settings: AgentSettings, hello: Hello, inline: InlineAgent | None) -> None:
+        self._pid = os.getpid()
+        self._settings = settings
+        self._hello = hello
+        self._inline = inline
+        self._news: deque[Progress] = deque(maxlen=NEWS_MAX)
+        self._wanted: dict[int, _Wanted] = {}
+        self._attempts: dict[int, int] = {}
+        self._verdicts: dict[int, Progress] = {}
+        self._untold: EverstepError | None = None
+        self._down = False
+        self._numbers = itertools.count(1)
+        frames = None if inline is None else FrameSocket(inline.socket)
+        self._link = Link(settings, hello, up=self._registered, lost=self._agent_lost, inline=frames)
+        _hook_fork()
+        _clients.add(self)
+
+    @classmethod
+    def connect(
+        cls,
+        settings: AgentSettings,
+        hello: Hello,
+        *,
+        mode: Literal["process", "inline"] = "process",
+        timeout_s: float = 30.0,
+    ) -> AgentClient:
+        """Register with the agent, which is started if none answers. Raises AgentError (no agent, another
+        release's, another run's), RunInUse (a living process is this rank already)."""
+        if mode == "process":
+            places.prepare(settings.runtime_dir)
+        client = cls(settings, hello, InlineAgent(settings) if mode == "inline" else None)
+        try:
+            client._await_up(timeout_s)
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    # -- flushes
+
+    def flush(self, step: int, *, slot: int, generation: int, kind: str = "full") -> None:
+        """Ask for the snapshot in ``slot`` to be made durable as ``step``. Asking again before there is a
+        verdict does nothing; after a failure it opens the next attempt. Does not wait."""
+        self._check_process()
+        self._pump()
+        if step in self._wanted:
+            return
+        attempt = self._attempts.get(step, 0) + 1
+        _remember(self._attempts, step, attempt)
+        self._verdicts.pop(step, None)
+        request = FlushRequest(step, slot, generation, kind, attempt)
+        self._wanted[step] = _Wanted(request, time.monotonic())
+        if self._link.state is State.DOWN:
+            self._fail_wanted()
+            self._raise_untold()
+        else:
+            self._link.send(request)
+
+    def give_up(self, step: int, reason: str) -> None:
+        """Have the unfinished flush of ``step`` abandoned by all ranks; its verdict says which came first."""
+        self._check_process()
+        wanted = self._wanted.get(step)
+        if wanted is not None:
+            self._link.send(GiveUpRequest(step, wanted.request.attempt, reason))
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """Steps that were asked for and have no verdict yet."""
+        return tuple(self._wanted)
+
+    def poll(self) -> list[Progress]:
+        """What has happened since the last call. Never waits. Raises AgentError once when the agent is
+        given up."""
+        self._check_process()
+        self._pump()
+        if not self._news:
+            self._raise_untold()
+        news = list(self._news)
+        self._news.clear()
+        return news
+
+    def wait(self, step: int, *, tier: str | None = None, timeout_s: float) -> Progress:
+        """The verdict on the flush of ``step`` (also one that :meth:`poll` has given already). Raises
+        AgentError after ``timeout_s``, and for a step that was never asked for."""
+        self._check_process()
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._pump()
+            found = self._verdicts.get(step)
+            if found is not None and tier in (None, found.tier):
+                return found
+            if step not in self._wanted:
+                raise AgentError(f"step {step} was not asked to be made durable", expected="flush() first")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise AgentError(
+                    f"step {step} is still not durable",
+                    found=f"{timeout_s:g} s have passed; the agent is {self._link.state.value}",
+                    hint="It goes on in the background; wait longer",
+                    step=step,
+                )
+            self._link.wait(left)
+
+    def status(self) -> dict[str, Any]:
+        """What the agent says of itself. Raises AgentError if it does not within 5 s."""
+        self._check_process()
+        number = next(self._numbers)
+        self._pump()
+        self._link.send(StatusRequest(number))
+        return self._reply(StatusAnswer, number, STATUS_S).status
+
+    # -- the end
+
+    def bye(self, *, timeout_s: float, flush: bool = True) -> None:
+        """Say that this trainer ends on purpose. ``flush``: first wait for the verdicts on what was asked
+        for. Without, nothing is waited for, and nothing more is made durable than what the agent has
+        accepted.
+
+        Raises SaveFailed if flushes are left after ``timeout_s`` (a process agent still goes on with them).
+        """
+        self._check_process()
+        deadline = time.monotonic() + timeout_s
+        while flush and self._wanted and self._link.state is not State.DOWN and time.monotonic() < deadline:
+            self._pump()
+            if self._wanted:
+                self._link.wait(deadline - time.monotonic())
+        left = sorted(self._wanted)
+        if self._link.state in (State.UP, State.SHAKING, State.SEEKING, State.STARTING):
+            number = next(self._numbers)
+            with contextlib.suppress(AgentError):
+                self._await_up(max(0.0, deadline - time.monotonic()))
+                self._link.send(Bye(number, flush))
+                self._reply(Goodbye, number, max(0.1, deadline - time.monotonic()))
+        self.close()
+        if flush and left:
+            raise SaveFailed(
+                f"{len(left)} flushes did not become durable before the end",
+                found=f"steps {left}",
+                expected=f"verdicts within {timeout_s:g} s",
+                step=left[-1],
+            )
+
+    def close(self) -> None:
+        """Hang up. Without :meth:`bye` the agent takes the end of this process for a crash, and makes its
+        newest step durable."""
+        if os.getpid() != self._pid:
+            return
+        self._link.close()
+        if self._inline is not None:
+            self._inline.stop()
+
+    # -- inside
+
+    def _pump(self) -> None:
+        self._link.advance()
+        replies = self._link.replies
+        for _ in range(len(replies)):
+            reply = replies.popleft()
+            if isinstance(reply, News):
+                self._take(Progress(**{name: getattr(reply, name) for name in News.__struct_fields__}))
+            else:
+                replies.append(reply)
+
+    def _take(self, progress: Progress) -> None:
+        self._news.append(progress)
+        if progress.incarnation != self._hello.incarnation or progress.stage not in VERDICTS:
+            return
+        wanted = self._wanted.get(progress.step)
+        # An older attempt's verdict that comes late says nothing of the one that was asked for since.
+        if wanted is not None and (
+            progress.attempt >= wanted.request.attempt or progress.stage == "committed"
+        ):
+            del self._wanted[progress.step]
+            _remember(self._verdicts, progress.step, progress)
+
+    def _registered(self) -> None:
+        """Up, perhaps again: whatever has no verdict is asked for again; what the agent knows already it
+        joins."""
+        self._down = False
+        for wanted in self._wanted.values():
+            self._link.send(wanted.request)
+
+    def _agent_lost(self, why: str) -> None:
+        error = AgentError("the agent was lost", found=why)
+        newest = max(self._wanted, default=NO_STEP)
+        self._news.append(self._own(newest, "agent_lost", error))
+        if self._link.state is State.DOWN:
+            if not self._down:
+                self._untold = self._link.error
+            self._down = True
+            self._fail_wanted()
+
+    def _fail_wanted(self) -> None:
+        error = self._link.error or AgentError("there is no agent")
+        for step in list(self._wanted):
+            progress = self._own(step, "failed", error)
+            del self._wanted[step]
+            self._news.append(progress)
+            _remember(self._verdicts, step, progress)
+
+    def _own(self, step: int, stage: str, error: EverstepError) -> Progress:
+        wanted = self._wanted.get(step)
+        attempt, since = (wanted.request.attempt, wanted.since) if wanted else (0, time.monotonic())
+        return Progress(
+            step,
+            self._hello.incarnation,
+            attempt,
+            self._settings.root,
+            stage,
+            error.to_wire(),
+            time.monotonic() - since,
+            rank=self._hello.rank,
+        )
+
+    def _raise_untold(self) -> None:
+        error, self._untold = self._untold, None
+        if error is not None:
+            raise error
+
+    def _await_up(self, timeout_s: float) -> None:
+        self._await(lambda: self._link.state is State.UP or None, timeout_s, "the agent did not answer")
+
+    def _reply(self, kind: type[ReplyT], number: int, timeout_s: float) -> ReplyT:
+        def look() -> ReplyT | None:
+            for reply in list(self._link.replies):
+                if isinstance(reply, kind) and reply.number == number:
+                    self._link.replies.remove(reply)
+                    return reply
+            return None
+
+        return self._await(look, timeout_s, f"the agent gave no {kind.__name__}")
+
+    def _await(self, look: Callable[[], T | None], timeout_s: float, else_say: str) -> T:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._pump()
+            found = look()
+            if found is not None:
+                return found
+            if self._link.state is State.DOWN:
+                self._untold = None
+                raise self._link.error or AgentError(else_say)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise AgentError(
+                    f"{else_say} within {timeout_s:g} s",
+                    found=f"it is {self._link.state.value}",
+                    hint=f"Read {self._settings.runtime_dir / places.LOG}",
+                )
+            self._link.wait(left)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise AgentError(
+                "the agent's client was used after a fork", hint="Use it in the process that made it"
+            )
+
+    def _forget_in_child(self) -> None:
+        self._link.abandon()
+
+
+def fetch_arenas(settings: AgentSettings, *, timeout_s: float = STATUS_S) -> list[HeldArena]:
+    """The arenas that a running agent knows, those without a path as descriptors: how a restarted trainer
+    gets its memory back, before it has an incarnation. Empty where no agent runs; starts none."""
+    link = Link(settings, None, up=lambda: None, lost=lambda why: None)
+    deadline = time.monotonic() + timeout_s
+    asked = False
+    try:
+        while link.state is not State.DOWN and time.monotonic() < deadline:
+            link.advance()
+            if link.state is State.UP and not asked:
+                link.send(ArenasRequest(1, True))
+                asked = True
+            for reply in link.replies:
+                if isinstance(reply, ArenasAnswer):
+                    return _held(link, reply)
+            link.wait(deadline - time.monotonic())
+        return []
+    finally:
+        link.close()
+
+
+def _held(link: Link, answer: ArenasAnswer) -> list[HeldArena]:
+    return [
+        HeldArena(
+            one["rank"],
+            one["incarnation"],
+            Path(one["path"]) if one["path"] else None,
+            None if one["path"] else link.take_fd(),
+        )
+        for one in answer.arenas
+    ]
+
+
+def _remember(table: dict[int, Any], step: int, value: Any) -> None:
+    table.pop(step, None)
+    table[step] = value
+    while len(table) > STEPS_MAX:
+        del table[next(iter(table))]
+
+
+def _hook_fork() -> None:
+    global _fork_hooked
+    if not _fork_hooked:
+        _fork_hooked = True
+        os.register_at_fork(after_in_child=_after_fork)
+
+
+def _after_fork() -> None:
+    for client in list(_clients):
+        client._forget_in_child()
+
+
+__all__ = [
+    "AgentClient",
+    "AgentSettings",
+    "HeldArena",
+    "Hello",
+    "Progress",
+    "default_runtime_dir",
+    "fetch_arenas",
+]

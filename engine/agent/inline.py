@@ -1,0 +1,57 @@
+"""``agent="inline"``: the same service on a thread of the trainer, over a socket pair. For debugging, and
+where no process of its own can be had. It dies with the trainer, so it keeps no journal."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+
+from everstep.backends.open import open_backend as open_url
+
+from .journal import NoJournal
+from .server import Server
+from .service import OpenBackend, Service
+from .values import AgentSettings
+
+JOIN_S = 5.0
+
+
+class InlineAgent:
+    """The thread ends when the trainer's end of ``socket`` is closed and nothing is left to do, or with the
+    process. ``error`` is what ended it early."""
+
+    def __init__(self, settings: AgentSettings, open_backend: OpenBackend = open_url) -> None:
+        self.socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.error: BaseException | None = None
+        self._settings = settings
+        self._open_backend = open_backend
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._service: Service | None = None
+        self._thread = threading.Thread(target=self._run, name="everstep-agent", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float = JOIN_S) -> None:
+        """End the thread, whatever is left to do."""
+        loop, service = self._loop, self._service
+        if loop is not None and service is not None and self._thread.is_alive():
+            loop.call_soon_threadsafe(service.leave)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._theirs.close()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._service = service = Service(self._settings, NoJournal(), self._open_backend)
+        server = Server(service, None)
+        server.adopt(self._theirs)
+        await service.start()
+        await service.stopped.wait()
+        server.close()
+        await service.close()

@@ -1,0 +1,200 @@
+"""What the agent has promised and not yet done, in LMDB, so that the next agent goes on after a kill -9.
+
+Two kinds of entries: jobs (a rank's flush of a step that was acknowledged) and members (trainers that
+registered and neither said goodbye nor were seen off). Calls may wait for the disk: they are made from one
+helper thread, never from the agent's loop. Only the holder of the agent's lock opens it.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import lmdb
+import msgspec
+from everstep.errors import AgentError
+
+VERSION = 1
+MAP_BYTES = 16 << 20
+"""Bound of the journal; an entry has a few hundred bytes, and jobs and members are bounded in number."""
+
+_KEY = struct.Struct(">QQI")
+
+QUEUED = "queued"
+VOTED = "voted"
+"""Stages of a job: the slot is needed until the vote is there, and not any more then."""
+
+
+@dataclass(frozen=True)
+class JobEntry:
+    """A rank's flush. ``arena`` is "" for a memfd; ``root`` is b"" where the slot was not sealed yet;
+    ``order`` is the place in the queue; ``process`` (pid, start time, boot) is the trainer that asked."""
+
+    incarnation: int
+    step: int
+    rank: int
+    run_id: str
+    world: int
+    arena: str
+    slot: int
+    generation: int
+    kind: str
+    attempt: int
+    order: int
+    process: tuple[int, int, str]
+    stage: str = QUEUED
+    root: bytes = b""
+
+    @property
+    def key(self) -> bytes:
+        return _KEY.pack(self.incarnation, self.step, self.rank)
+
+
+@dataclass(frozen=True)
+class MemberEntry:
+    """A registered trainer with an arena that has a path."""
+
+    run_id: str
+    rank: int
+    world: int
+    incarnation: int
+    adopted: tuple[int, int] | None
+    process: tuple[int, int, str]
+    arena: str
+
+    @property
+    def key(self) -> bytes:
+        return _KEY.pack(self.incarnation, self.rank, 0)
+
+
+class Journal(Protocol):
+    """Every method returns when what it says is on disk."""
+
+    epoch: int
+    repaired: str | None
+
+    def jobs(self) -> list[JobEntry]: ...
+    def members(self) -> list[MemberEntry]: ...
+    def put_job(self, entry: JobEntry) -> None: ...
+    def drop_jobs(self, entries: list[JobEntry]) -> None: ...
+    def put_member(self, entry: MemberEntry) -> None: ...
+    def drop_member(self, entry: MemberEntry) -> None: ...
+    def close(self) -> None: ...
+
+
+class NoJournal:
+    """The journal of an inline agent, which dies with its trainer: nothing is kept."""
+
+    epoch = 0
+    repaired: str | None = None
+
+    def jobs(self) -> list[JobEntry]:
+        return []
+
+    def members(self) -> list[MemberEntry]:
+        return []
+
+    def put_job(self, entry: JobEntry) -> None: ...
+    def drop_jobs(self, entries: list[JobEntry]) -> None: ...
+    def put_member(self, entry: MemberEntry) -> None: ...
+    def drop_member(self, entry: MemberEntry) -> None: ...
+    def close(self) -> None: ...
+
+
+class LmdbJournal:
+    """``epoch`` numbers the agents that opened this journal; ``repaired`` says what was wrong with one that
+    had to be set aside (its jobs are lost; the trainers' own lists of unfinished flushes bring back what
+    still lives)."""
+
+    def __init__(self, path: Path) -> None:
+        self.repaired: str | None = None
+        try:
+            self._open(path)
+        except (lmdb.Error, msgspec.MsgspecError, AgentError) as error:
+            self.repaired = f"{type(error).__name__}: {error}"
+            _set_aside(path)
+            self._open(path)
+
+    def _open(self, path: Path) -> None:
+        path.mkdir(mode=0o700, exist_ok=True)
+        # No lock file of LMDB's own: the agent's lock admits one process, and a killed reader leaves
+        # nothing stale.
+        self._env = lmdb.open(str(path), map_size=MAP_BYTES, max_dbs=3, lock=False, mode=0o600)
+        try:
+            self._meta = self._env.open_db(b"meta")
+            self._jobs = self._env.open_db(b"jobs")
+            self._members = self._env.open_db(b"members")
+            with self._env.begin(write=True, db=self._meta) as txn:
+                known = msgspec.msgpack.decode(txn.get(b"state", _encode({"v": VERSION, "epoch": 0})))
+                if known["v"] != VERSION:
+                    raise AgentError("a journal of another version", found=known["v"], expected=VERSION)
+                self.epoch = int(known["epoch"]) + 1
+                txn.put(b"state", _encode({"v": VERSION, "epoch": self.epoch}))
+            self.jobs()
+            self.members()
+        except BaseException:
+            self._env.close()
+            raise
+
+    def jobs(self) -> list[JobEntry]:
+        """In the order in which they were accepted."""
+        with self._env.begin(db=self._jobs) as txn:
+            found = [msgspec.convert(_decode(value), JobEntry) for _, value in txn.cursor()]
+        return sorted(found, key=lambda entry: entry.order)
+
+    def members(self) -> list[MemberEntry]:
+        with self._env.begin(db=self._members) as txn:
+            return [msgspec.convert(_decode(value), MemberEntry) for _, value in txn.cursor()]
+
+    def put_job(self, entry: JobEntry) -> None:
+        self._put(self._jobs, entry.key, entry)
+
+    def drop_jobs(self, entries: list[JobEntry]) -> None:
+        """Forget these; one that was replaced by a later attempt meanwhile stays."""
+        with self._env.begin(write=True, db=self._jobs) as txn:
+            for entry in entries:
+                value = txn.get(entry.key)
+                if value is not None and _decode(value)["attempt"] <= entry.attempt:
+                    txn.delete(entry.key)
+
+    def put_member(self, entry: MemberEntry) -> None:
+        self._put(self._members, entry.key, entry)
+
+    def drop_member(self, entry: MemberEntry) -> None:
+        with self._env.begin(write=True, db=self._members) as txn:
+            txn.delete(entry.key)
+
+    def close(self) -> None:
+        self._env.close()
+
+    def _put(self, db: Any, key: bytes, entry: JobEntry | MemberEntry) -> None:
+        try:
+            with self._env.begin(write=True, db=db) as txn:
+                txn.put(key, _encode(entry))
+        except lmdb.Error as error:
+            raise AgentError("the agent's journal cannot be written", found=str(error)) from None
+
+
+def _encode(value: Any) -> bytes:
+    return msgspec.msgpack.encode(value)
+
+
+def _decode(value: bytes) -> dict[str, Any]:
+    found = msgspec.msgpack.decode(value)
+    if not isinstance(found, dict):
+        raise AgentError("a journal entry is no map", found=type(found).__name__)
+    return found
+
+
+def _set_aside(path: Path) -> None:
+    """Keep one damaged journal for whoever wants to look; older ones go."""
+    old = path.with_name(f"{path.name}.damaged")
+    if old.exists():
+        for name in os.listdir(old):
+            (old / name).unlink()
+        old.rmdir()
+    if path.exists():
+        os.rename(path, old)

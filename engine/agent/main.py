@@ -1,0 +1,129 @@
+"""``python -m everstep.agent.main``: the agent's process. Trainers start it; nobody needs to by hand."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from everstep.backends.api import Backend
+
+    from .values import AgentSettings
+
+NICE = 10
+IOPRIO_BEST_EFFORT_LOWEST = (2 << 13) | 7
+IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+"""Number of the system call; the C library has no wrapper."""
+SETTINGS_BYTES_MAX = 1 << 20
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Fork away from whoever started us, then serve until idle. Exit code 0, also when another agent is
+    there."""
+    # Before the imports that cost time: our parent waits for this fork.
+    if "--foreground" not in (sys.argv[1:] if argv is None else argv) and os.fork() != 0:
+        os._exit(0)
+    import argparse
+
+    parser = argparse.ArgumentParser(
+        prog="everstep-agent", description="The background process of a run on a node."
+    )
+    parser.add_argument(
+        "--settings", required=True, help="JSON file with the settings, or fd:N to read it from"
+    )
+    parser.add_argument("--ready", default="", help="fd:N, told how the start went")
+    parser.add_argument("--foreground", action="store_true", help="stay a child of whoever starts it")
+    options = parser.parse_args(argv)
+    from .values import AgentSettings
+
+    if options.settings.startswith("fd:"):
+        with open(int(options.settings[3:]), "rb") as file:
+            text = file.read(SETTINGS_BYTES_MAX)
+    else:
+        with open(options.settings, "rb") as file:
+            text = file.read(SETTINGS_BYTES_MAX)
+    ready = int(options.ready[3:]) if options.ready.startswith("fd:") else -1
+    return run(AgentSettings.from_json(text.decode()), ready=ready)
+
+
+def run(
+    settings: AgentSettings, *, ready: int = -1, open_backend: Callable[[str], Backend] | None = None
+) -> int:
+    """Be the agent of ``settings.runtime_dir``, unless another process is. Says on the descriptor ``ready``
+    how the start went, and closes it."""
+    import asyncio
+    import logging
+
+    from everstep.backends.open import open_backend as open_url
+
+    from . import places
+    from .journal import LmdbJournal
+    from .spawn import READY, TAKEN
+
+    logging.basicConfig(
+        format=f"%(asctime)s agent {os.getpid()} %(levelname)s %(message)s", level=logging.INFO
+    )
+    _step_back()
+    places.prepare(settings.runtime_dir)
+    lock = places.elect(settings.runtime_dir)
+    if lock is None:
+        _say(ready, TAKEN)
+        return 0
+    listener = places.listen(settings.runtime_dir)
+    journal = LmdbJournal(settings.runtime_dir / places.JOURNAL)
+    _say(ready, READY)
+    logging.getLogger("everstep.agent").info("serving %s (epoch %d)", settings.root, journal.epoch)
+    asyncio.run(_serve(settings, listener, journal, open_backend or open_url))
+    logging.getLogger("everstep.agent").info("leaving")
+    os.close(lock)
+    return 0
+
+
+async def _serve(settings, listener, journal, open_backend) -> None:  # type: ignore[no-untyped-def]
+    import asyncio
+    import contextlib
+    import signal
+
+    from . import places
+    from .server import Server
+    from .service import Service
+
+    loop = asyncio.get_running_loop()
+    service = Service(settings, journal, open_backend)
+    server = Server(service, listener)
+    loop.add_signal_handler(signal.SIGTERM, service.drain)
+    loop.add_signal_handler(signal.SIGHUP, lambda: None)
+    loop.add_signal_handler(signal.SIGINT, lambda: None)
+    await service.start()
+    await service.stopped.wait()
+    # The name goes before the lock: whoever holds the lock next makes its own.
+    with contextlib.suppress(OSError):
+        (settings.runtime_dir / places.SOCKET).unlink()
+    server.close()
+    await service.close()
+
+
+def _step_back() -> None:
+    """Training comes first: low CPU and I/O priority, for this thread and those that it starts. As far as
+    allowed."""
+    import contextlib
+    import ctypes
+    import platform
+
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
+    number = IOPRIO_SET.get(platform.machine())
+    if number is not None:
+        ctypes.CDLL(None, use_errno=True).syscall(number, 1, 0, IOPRIO_BEST_EFFORT_LOWEST)
+
+
+def _say(ready: int, text: str) -> None:
+    if ready >= 0:
+        os.write(ready, text.encode() + b"\n")
+        os.close(ready)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""When all trainers of the node have ended without goodbye, the agent still makes their newest common step
+durable."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from everstep.backends.errors import BackendError
+from everstep.errors import EverstepError
+from everstep.store.commit import next_attempt
+
+from .members import KEPT, Member, find_snapshot
+from .storage import patiently
+
+if TYPE_CHECKING:
+    from .service import Service
+
+log = logging.getLogger("everstep.agent")
+
+TRIES_MAX = 3
+PAUSE_S = 2.0
+"""Between tries; nobody else will try again."""
+
+
+class Orphans:
+    """Looks after each death; one flush of W at a time."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._working = 0
+        self._done: set[tuple[int, int]] = set()
+        """(incarnation, step) that became durable, or was found to be."""
+
+    @property
+    def busy(self) -> bool:
+        return self._working > 0
+
+    async def look(self) -> None:
+        """Flush W if every trainer of the newest incarnation is gone and at least one had no time to say
+        so."""
+        members = self._service.members.of_newest()
+        if any(member.here for member in members) or any(member.farewell == KEPT for member in members):
+            return
+        if not any(member.farewell is None for member in members) or self._working:
+            return
+        self._working += 1
+        try:
+            await self._flush_newest()
+            for member in members:
+                await self._service.forget_member(member)
+        finally:
+            self._working -= 1
+
+    async def _flush_newest(self) -> None:
+        for _ in range(TRIES_MAX):
+            try:
+                key = await self._complete()
+                if key is None:
+                    log.info("all trainers are gone; no step is complete in the arenas of this node")
+                    return
+                if key in self._done or await self._flush(*key):
+                    self._done.add(key)
+                    return
+            except (BackendError, EverstepError) as error:
+                log.warning("the newest step could not be made durable: %s", error)
+            await asyncio.sleep(PAUSE_S)
+
+    async def _complete(self) -> tuple[int, int] | None:
+        """W: the newest (incarnation, step) that counts and that all its ranks hold here."""
+        arenas = self._service.members.arenas()
+        pipeline = await self._service.open_pipeline()
+        lineage = await pipeline.fence.look()
+        held = [{(found.incarnation, found.step) for found in arena.snapshots()} for arena in arenas.values()]
+        common = set.intersection(*held) if held else set()
+        worlds = pipeline.fence.worlds
+        fitting = [
+            (incarnation, step)
+            for incarnation, step in common
+            if lineage.counts(incarnation, step) and sorted(arenas) == list(range(worlds.get(incarnation, 0)))
+        ]
+        return max(fitting, default=None)
+
+    async def _flush(self, incarnation: int, step: int) -> bool:
+        """Whether the step is durable now."""
+        service, pipeline = self._service, await self._service.open_pipeline()
+        attempt, manifest = await patiently(lambda: next_attempt(pipeline.backend, step, incarnation))
+        if manifest is not None:
+            return True
+        log.info("all trainers are gone; making step %d of incarnation %d durable", step, incarnation)
+        arenas = service.members.arenas()
+        for rank, arena in arenas.items():
+            snapshot = find_snapshot(arena, incarnation, step)
+            if snapshot is None:
+                return False
+            member = self._member_for(rank, incarnation, len(arenas))
+            entry = service.entry_of(member, step, snapshot.index, snapshot.generation, attempt, "full")
+            await pipeline.add(entry, service.pin_of(member, snapshot.index, snapshot.generation))
+        flush = pipeline.find(incarnation, step)
+        if flush is not None:
+            await flush.over.wait()
+        return (await patiently(lambda: next_attempt(pipeline.backend, step, incarnation)))[1] is not None
+
+    def _member_for(self, rank: int, incarnation: int, world: int) -> Member:
+        """Who the job is entered for: the rank as it was in that incarnation, whose record says the same
+        world."""
+        last = next(member for member in reversed(self._service.members.all()) if member.rank == rank)
+        arena = self._service.members.arenas()[rank]
+        path = "" if arena.info.path is None else str(arena.info.path)
+        return Member(last.run_id, rank, world, incarnation, None, last.process, arena, path)

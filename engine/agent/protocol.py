@@ -1,0 +1,165 @@
+"""Messages between trainers and agent: one msgpack map per frame, told apart by its field ``t``.
+
+A conversation begins with :class:`Knock` and :class:`Answer`, whose form never changes, so that any two
+releases understand each other's refusal. All other messages belong to :data:`PROTOCOL` and change with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from everstep.errors import AgentError
+
+PROTOCOL = 1
+"""Goes up with every change of the messages after the handshake."""
+
+FRAME_BYTES_MAX = 1 << 20
+"""No message is larger; a peer that announces more is cut off."""
+
+
+class Knock(msgspec.Struct, tag="knock", tag_field="t"):
+    """First frame of a client. ``wants``: "serve", or "leave" to ask an idle agent to make room."""
+
+    protocol: int
+    wants: str = "serve"
+
+
+class Answer(msgspec.Struct, tag="answer", tag_field="t"):
+    """First frame of the agent. It hangs up behind it when the protocols differ, and when it leaves."""
+
+    protocol: int
+    pid: int
+    start_time: int
+    boot: str
+    idle: bool
+    leaving: bool
+
+
+class Register(msgspec.Struct, tag="register", tag_field="t"):
+    """A trainer introduces itself. ``arena`` is "" where a descriptor comes with the frame."""
+
+    settings: dict[str, Any]
+    run_id: str
+    rank: int
+    world: int
+    incarnation: int
+    adopted: tuple[int, int] | None
+    pid: int
+    start_time: int
+    boot: str
+    arena: str
+
+
+class FlushRequest(msgspec.Struct, tag="flush", tag_field="t"):
+    """``attempt`` counts this incarnation's requests for this step, from 1; all ranks count alike."""
+
+    step: int
+    slot: int
+    generation: int
+    kind: str
+    attempt: int
+
+
+class GiveUpRequest(msgspec.Struct, tag="give_up", tag_field="t"):
+    step: int
+    attempt: int
+    reason: str
+
+
+class Ping(msgspec.Struct, tag="ping", tag_field="t"):
+    number: int
+
+
+class StatusRequest(msgspec.Struct, tag="status?", tag_field="t"):
+    number: int
+
+
+class ArenasRequest(msgspec.Struct, tag="arenas?", tag_field="t"):
+    """Asked without registering. ``descriptors``: send one for each arena that has no path."""
+
+    number: int
+    descriptors: bool
+
+
+class Bye(msgspec.Struct, tag="bye", tag_field="t"):
+    """The trainer ends on purpose. ``flush`` False: nothing more is to be made durable on its behalf."""
+
+    number: int
+    flush: bool
+
+
+class Welcome(msgspec.Struct, tag="welcome", tag_field="t"):
+    epoch: int
+
+
+class Refused(msgspec.Struct, tag="refused", tag_field="t"):
+    """The agent will not serve this client; it hangs up behind it."""
+
+    error: dict[str, Any]
+
+
+class News(msgspec.Struct, tag="news", tag_field="t"):
+    """A :class:`~everstep.agent.values.Progress`."""
+
+    step: int
+    incarnation: int
+    attempt: int
+    tier: str
+    stage: str
+    error: dict[str, Any] | None
+    seconds: float
+    nbytes: int
+    rank: int
+
+
+class Pong(msgspec.Struct, tag="pong", tag_field="t"):
+    number: int
+
+
+class StatusAnswer(msgspec.Struct, tag="status", tag_field="t"):
+    number: int
+    status: dict[str, Any]
+
+
+class ArenasAnswer(msgspec.Struct, tag="arenas", tag_field="t"):
+    """One map each: rank, incarnation, path ("" where a descriptor comes with the frame, in this order)."""
+
+    number: int
+    arenas: list[dict[str, Any]]
+
+
+class Goodbye(msgspec.Struct, tag="goodbye", tag_field="t"):
+    number: int
+
+
+Request = Knock | Register | FlushRequest | GiveUpRequest | Ping | StatusRequest | ArenasRequest | Bye
+Reply = Answer | Welcome | Refused | News | Pong | StatusAnswer | ArenasAnswer | Goodbye
+
+_encoder = msgspec.msgpack.Encoder()
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(message: Request | Reply) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_request(frame: bytes) -> Request:
+    """Raises AgentError for anything that is no request of this protocol."""
+    try:
+        return _requests.decode(frame)
+    except msgspec.MsgspecError as error:
+        raise AgentError(
+            "a trainer sent what is no request", found=str(error), expected=f"protocol {PROTOCOL}"
+        ) from None
+
+
+def decode_reply(frame: bytes) -> Reply:
+    """Raises AgentError for anything that is no reply of this protocol."""
+    try:
+        return _replies.decode(frame)
+    except msgspec.MsgspecError as error:
+        raise AgentError(
+            "the agent sent what is no reply", found=str(error), expected=f"protocol {PROTOCOL}"
+        ) from None

@@ -1,0 +1,108 @@
+"""Rotation in the background: one at a time, only after a commit is durable, never while superseded."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable
+
+from everstep.backends.api import Backend
+from everstep.backends.errors import BackendError
+from everstep.backends.points import reach
+from everstep.errors import EverstepError
+from everstep.format.manifest import Manifest
+from everstep.plan.retention import Retention, RetentionPlan, plan_retention
+from everstep.store.catalog import StepNames, list_steps, read_decision
+from everstep.store.rotate import RotationReport, rotate
+
+from .storage import Fence, patiently
+
+log = logging.getLogger("everstep.agent")
+
+
+class Rotator:
+    """``in_use`` says of an incarnation whether flushes of it are still under way here; ``done`` hears of
+    each rotation that removed something, and of errors."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        fence: Fence,
+        retention: Retention,
+        in_use: Callable[[int], bool],
+        done: Callable[[int, RotationReport | None, EverstepError | BackendError | None], None],
+    ) -> None:
+        self.retention = retention
+        self._backend = backend
+        self._fence = fence
+        self._in_use = in_use
+        self._done = done
+        self._wanted: int | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._committed: dict[StepNames, bool] = {}
+        """What was read of decisions, by the names that were there; a changed set of names is read again."""
+
+    @property
+    def busy(self) -> bool:
+        return self._task is not None
+
+    def want(self, incarnation: int) -> None:
+        """Rotate soon, on behalf of ``incarnation``; requests that come while one is under way become one
+        more."""
+        self._wanted = max(incarnation, self._wanted or 0)
+        if self._task is None:
+            self._task = asyncio.ensure_future(self._work())
+            self._task.add_done_callback(self._ended)
+
+    async def close(self) -> None:
+        self._wanted = None
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("rotation failed unexpectedly", exc_info=error)
+
+    async def _work(self) -> None:
+        while self._wanted is not None:
+            incarnation, self._wanted = self._wanted, None
+            try:
+                report = await self._rotate(incarnation)
+            except (EverstepError, BackendError) as error:
+                log.warning("rotation failed: %s", error)
+                self._done(incarnation, None, error)
+                continue
+            if report is not None and (report.removed or report.collected):
+                self._done(incarnation, report, None)
+
+    async def _rotate(self, incarnation: int) -> RotationReport | None:
+        if await self._fence.superseded(incarnation):
+            return None
+        plan = await self._plan()
+        reach("agent.rotate.before", str(incarnation))
+
+        async def is_superseded() -> bool:
+            return await self._fence.superseded(incarnation)
+
+        def is_gone(number: int) -> bool:
+            return number < incarnation and self._fence.writer_is_dead(number) and not self._in_use(number)
+
+        # Also with nothing to remove: it finishes what a crash left, and collects given-up attempts.
+        return await patiently(
+            lambda: rotate(self._backend, plan, is_superseded=is_superseded, is_gone=is_gone)
+        )
+
+    async def _plan(self) -> RetentionPlan:
+        lineage = await self._fence.look()
+        found = await patiently(lambda: list_steps(self._backend))
+        known = {names: self._committed[names] for names in found if names in self._committed}
+        for names in found:
+            if names not in known:
+                read = functools.partial(read_decision, self._backend, names)
+                known[names] = isinstance(await patiently(read), Manifest)
+        self._committed = known
+        checkpoints = [(names.incarnation, names.step) for names in found if known[names]]
+        return plan_retention(checkpoints, self.retention, lineage, set())

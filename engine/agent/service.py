@@ -1,0 +1,511 @@
+"""What an agent does for its trainers: registration, flushes, rotation, and an orderly end.
+
+One loop, one run. The service owns the members, the queue and the journal; connections call
+:meth:`Service.handle`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from everstep.backends.api import Backend
+from everstep.backends.errors import BackendError
+from everstep.backends.limit import RateLimited
+from everstep.errors import AgentError, EverstepError, Superseded
+from everstep.format.records import RunRecord
+from everstep.memory.arena import Arena
+from everstep.memory.control import Purpose
+from everstep.memory.process import Process
+from everstep.memory.slots import Pinned
+from everstep.store.events import EventLog
+from everstep.store.rotate import RotationReport
+from everstep.store.runs import open_run
+
+from . import protocol
+from .journal import JobEntry, Journal
+from .members import FLUSHED, KEPT, Member, Members, find_snapshot, open_arena
+from .orphans import Orphans
+from .pipeline import Flush, Pipeline
+from .protocol import (
+    ArenasAnswer,
+    ArenasRequest,
+    Bye,
+    FlushRequest,
+    GiveUpRequest,
+    Goodbye,
+    News,
+    Register,
+    Request,
+    StatusAnswer,
+    StatusRequest,
+    Welcome,
+)
+from .rotation import Rotator
+from .server import Peer
+from .storage import patiently
+from .values import NO_STEP, AgentSettings, Progress
+
+log = logging.getLogger("everstep.agent")
+
+IDLE_LOOK_S = 0.2
+FIRST_CLIENT_S = 20.0
+"""How long a new agent waits for its first client at least."""
+EVENTS_PAUSE_S = 2.0
+"""Events are written at most this often."""
+
+OpenBackend = Callable[[str], Backend]
+
+
+class Service:
+    """``root`` and ``run_key`` never change; the other settings follow the newest incarnation's trainers."""
+
+    def __init__(self, settings: AgentSettings, journal: Journal, open_backend: OpenBackend) -> None:
+        self.settings = settings
+        self.stopped = asyncio.Event()
+        self.members = Members(self._died)
+        self.pipeline: Pipeline | None = None
+        self._journal = journal
+        self._journal_thread = ThreadPoolExecutor(1, thread_name_prefix="everstep-journal")
+        self._open_backend = open_backend
+        self._backend = open_backend(settings.root)
+        self._run: RunRecord | None = None
+        self._run_lock = asyncio.Lock()
+        self._rotator: Rotator | None = None
+        self._events: EventLog | None = None
+        self._orphans = Orphans(self)
+        self._registered: set[Peer] = set()
+        self._order = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._handling = 0
+        self._draining = False
+        self._started = time.monotonic()
+        self._last_events = 0.0
+
+    # -- life
+
+    async def start(self) -> None:
+        """Go on with what the journal holds, in the background."""
+        if self._journal.repaired:
+            log.error("the journal was damaged and has been set aside: %s", self._journal.repaired)
+        self._keep(self._resume())
+        self._keep(self._linger())
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._rotator is not None:
+            await self._rotator.close()
+        if self.pipeline is not None:
+            await self.pipeline.close()
+        await self._write_events()
+        self.members.close()
+        self._journal_thread.shutdown()
+        self._journal.close()
+        await self._backend.close()
+
+    @property
+    def idle(self) -> bool:
+        """Nobody is served and nothing is left to do."""
+        busy = self.pipeline is not None and self.pipeline.busy
+        rotating = self._rotator is not None and self._rotator.busy
+        return not (self.members.anyone_here or busy or rotating or self._orphans.busy or self._handling)
+
+    def leave(self) -> None:
+        self.stopped.set()
+
+    def drain(self) -> None:
+        """End as soon as nothing is left to do (SIGTERM)."""
+        self._draining = True
+
+    def gone(self, peer: Peer) -> None:
+        """A closed connection is only a hint; the process is what counts."""
+        self._registered.discard(peer)
+
+    async def _linger(self) -> None:
+        since = time.monotonic()
+        while not self.stopped.is_set():
+            await asyncio.sleep(IDLE_LOOK_S)
+            if not self.idle:
+                since = time.monotonic()
+            elif self._draining or time.monotonic() - since >= self._linger_s:
+                self.leave()
+
+    @property
+    def _linger_s(self) -> float:
+        return self.settings.linger_s if self.members.newest else max(self.settings.linger_s, FIRST_CLIENT_S)
+
+    async def _resume(self) -> None:
+        """Members and jobs of the former agent. A job whose slot is gone fails as any other: aborted,
+        reported."""
+        for kept in await self._journaled(self._journal.members):
+            try:
+                arena = await asyncio.to_thread(self._arena_of, kept.arena, None, kept.rank)
+            except (EverstepError, OSError) as error:
+                log.warning("rank %d of incarnation %d is forgotten: %s", kept.rank, kept.incarnation, error)
+                await self._journaled(self._journal.drop_member, kept)
+                continue
+            process = Process(*kept.process)
+            if self.members.find(kept.incarnation, kept.rank) is None:
+                self.members.add(
+                    Member(
+                        kept.run_id,
+                        kept.rank,
+                        kept.world,
+                        kept.incarnation,
+                        kept.adopted,
+                        process,
+                        arena,
+                        kept.arena,
+                    )
+                )
+        jobs = await self._journaled(self._journal.jobs)
+        self._order = max([self._order, *(entry.order for entry in jobs)])
+        if not jobs:
+            return
+        run = await self._ensure_run(None)
+        for entry in jobs:
+            if entry.run_id != run.run_id:
+                log.warning("step %d of another run is dropped", entry.step)
+                await self.forget([entry])
+            else:
+                await self._pipeline.add(entry, functools.partial(self._pin_again, entry))
+
+    def _pin_again(self, entry: JobEntry) -> Pinned:
+        """Pin a journaled job's slot, in a thread. SlotGone, AgentError if it cannot be found any more."""
+        if not entry.arena:
+            raise AgentError(
+                f"the snapshot of step {entry.step} of rank {entry.rank} went with the former agent",
+                expected="an arena in a file, which outlives its processes",
+            )
+        arena = self._arena_of(entry.arena, None, entry.rank)
+        return arena.pin(entry.slot, entry.generation, purpose=Purpose.FLUSH)
+
+    # -- requests
+
+    async def handle(self, peer: Peer, request: Request) -> None:
+        """One request of one client. Raises EverstepError where the client is to be refused."""
+        self._handling += 1
+        try:
+            if isinstance(request, Register):
+                await self._register(peer, request)
+            elif isinstance(request, StatusRequest):
+                peer.send(StatusAnswer(request.number, self.status()))
+            elif isinstance(request, ArenasRequest):
+                self._send_arenas(peer, request)
+            elif peer.member is None:
+                raise AgentError("register first", found=type(request).__name__)
+            elif isinstance(request, FlushRequest):
+                await self._flush(peer.member, request)
+            elif isinstance(request, GiveUpRequest):
+                member = peer.member
+                self._pipeline.give_up(
+                    member.incarnation, request.step, request.attempt, request.reason, member.world
+                )
+            elif isinstance(request, Bye):
+                await self._bye(peer, peer.member, request)
+        finally:
+            self._handling -= 1
+
+    async def _register(self, peer: Peer, hello: Register) -> None:
+        fd = None if hello.arena else peer.take_fd()
+        theirs = AgentSettings.from_wire(hello.settings)
+        process = Process(hello.pid, hello.start_time, hello.boot)
+        if (theirs.root, theirs.run_key) != (self.settings.root, self.settings.run_key):
+            raise AgentError(
+                "this agent serves another run",
+                found=self.settings.root,
+                expected=theirs.root,
+                hint="Set another runtime_dir",
+            )
+        await self._ensure_run(hello.run_id)
+        self.members.check(hello.incarnation, hello.rank, process)
+        arena = await asyncio.to_thread(self._arena_of, hello.arena, fd, hello.rank)
+        member = Member(
+            hello.run_id,
+            hello.rank,
+            hello.world,
+            hello.incarnation,
+            hello.adopted,
+            process,
+            arena,
+            hello.arena,
+        )
+        self.members.add(member)
+        if hello.arena:
+            await self._journaled(self._journal.put_member, member.entry())
+        if hello.incarnation >= self.members.newest:
+            self._follow(theirs)
+        peer.member = member
+        self._registered.add(peer)
+        peer.send(Welcome(self._journal.epoch))
+        self._keep(self._check_incarnations())
+
+    def _arena_of(self, path: str, fd: int | None, rank: int) -> Arena:
+        known = self.members.arena(rank)
+        return open_arena(path, fd, rank=rank, run_key=self.settings.run_key, known=known)
+
+    def _follow(self, theirs: AgentSettings) -> None:
+        """The newest incarnation's wishes count."""
+        self.settings = theirs
+        self._pipeline.commit_timeout_s = theirs.commit_timeout_s
+        self._pipeline.backend = self._limited()
+        if self._rotator is not None:
+            self._rotator.retention = theirs.retention
+
+    def _limited(self) -> Backend:
+        rate = self.settings.rate_bytes_per_s
+        return RateLimited(self._backend, rate) if rate else self._backend
+
+    async def _flush(self, member: Member, request: FlushRequest) -> None:
+        entry = self.entry_of(
+            member, request.step, request.slot, request.generation, request.attempt, request.kind
+        )
+        await self._pipeline.add(entry, self.pin_of(member, request.slot, request.generation))
+
+    async def _bye(self, peer: Peer, member: Member, request: Bye) -> None:
+        self.members.leave(member, FLUSHED if request.flush else KEPT)
+        await self._journaled(self._journal.drop_member, member.entry())
+        peer.send(Goodbye(request.number))
+        self._keep(self._orphans.look())
+
+    def _send_arenas(self, peer: Peer, request: ArenasRequest) -> None:
+        """Where each rank's arena is; those without a path only to whoever takes their descriptors."""
+        known: list[dict[str, Any]] = []
+        fds: list[int] = []
+        for rank, arena in self.members.arenas().items():
+            path = arena.info.path
+            if path is None and not request.descriptors:
+                continue
+            known.append(
+                {
+                    "rank": rank,
+                    "incarnation": arena.info.incarnation,
+                    "path": "" if path is None else str(path),
+                }
+            )
+            if path is None:
+                fds.append(arena.fileno())
+        peer.send(ArenasAnswer(request.number, known), fds)
+
+    def status(self) -> dict[str, Any]:
+        """For people who look, and for tests: plain values."""
+        me = Process.current()
+        flushes = [] if self.pipeline is None else self.pipeline.flushes()
+        return {
+            "pid": me.pid,
+            "protocol": protocol.PROTOCOL,
+            "epoch": self._journal.epoch,
+            "root": self.settings.root,
+            "node": self.settings.node,
+            "idle": self.idle,
+            "seconds": time.monotonic() - self._started,
+            "trainers": [
+                {"rank": m.rank, "incarnation": m.incarnation, "pid": m.process.pid, "here": m.here}
+                for m in self.members.all()
+            ],
+            "flushes": [
+                {
+                    "step": f.step,
+                    "incarnation": f.incarnation,
+                    "attempt": f.attempt,
+                    "ranks": {str(rank): job.entry.stage for rank, job in f.jobs.items()},
+                }
+                for f in flushes
+            ],
+        }
+
+    # -- for the queue and the orphans
+
+    @property
+    def _pipeline(self) -> Pipeline:
+        if self.pipeline is None:
+            raise AgentError("the run is not open")
+        return self.pipeline
+
+    async def open_pipeline(self) -> Pipeline:
+        """The queue, with the run opened if it is not yet."""
+        await self._ensure_run(None)
+        return self._pipeline
+
+    def entry_of(
+        self, member: Member, step: int, slot: int, generation: int, attempt: int, kind: str
+    ) -> JobEntry:
+        self._order += 1
+        return JobEntry(
+            incarnation=member.incarnation,
+            step=step,
+            rank=member.rank,
+            run_id=member.run_id,
+            world=member.world,
+            arena=member.arena_path,
+            slot=slot,
+            generation=generation,
+            kind=kind,
+            attempt=attempt,
+            order=self._order,
+            process=(member.process.pid, member.process.start_time, member.process.boot),
+        )
+
+    @staticmethod
+    def pin_of(member: Member, slot: int, generation: int) -> Callable[[], Pinned]:
+        return functools.partial(member.arena.pin, slot, generation, purpose=Purpose.FLUSH)
+
+    async def stand_in(self, flush: Flush, missing: list[int]) -> list[int]:
+        lost = []
+        for rank in missing:
+            member = self.members.find(flush.incarnation, rank)
+            if member is None or member.here:
+                continue
+            snapshot = find_snapshot(member.arena, flush.incarnation, flush.step)
+            if snapshot is None or member.farewell == KEPT:
+                lost.append(rank)
+                continue
+            log.info("step %d: flushing for rank %d, which has ended", flush.step, rank)
+            entry = self.entry_of(
+                member, flush.step, snapshot.index, snapshot.generation, flush.attempt, "full"
+            )
+            await self._pipeline.add(entry, self.pin_of(member, snapshot.index, snapshot.generation))
+        return lost
+
+    def report(self, progress: Progress) -> None:
+        """Tell every registered trainer, and the run's events."""
+        for peer in list(self._registered):
+            peer.send(_news(progress))
+        if progress.stage != "queued" and self._events is not None:
+            facts = {k: v for k, v in vars(progress).items() if k not in ("stage", "tier") and v is not None}
+            self._events.append(progress.stage, **facts)
+            self._keep(self._write_events())
+
+    def committed(self, incarnation: int, step: int) -> None:
+        """Rotate, on the node that has rank 0."""
+        if self._rotator is not None and 0 in self.members.arenas():
+            self._rotator.want(max(incarnation, self.members.newest))
+
+    async def remember(self, entry: JobEntry) -> None:
+        await self._journaled(self._journal.put_job, entry)
+
+    async def forget(self, entries: list[JobEntry]) -> None:
+        await self._journaled(self._journal.drop_jobs, entries)
+
+    async def forget_member(self, member: Member) -> None:
+        await self._journaled(self._journal.drop_member, member.entry())
+
+    # -- inside
+
+    async def _ensure_run(self, run_id: str | None) -> RunRecord:
+        """The run under the root, opened at first need. AgentError if it is not the one that is meant."""
+        async with self._run_lock:
+            if self._run is None or (run_id is not None and self._run.run_id != run_id):
+                record = await patiently(lambda: open_run(self._backend))
+                if run_id is not None and record.run_id != run_id:
+                    raise AgentError("another run lies under the root", found=record.run_id, expected=run_id)
+                if self.pipeline is not None and not self.pipeline.busy:
+                    await self.pipeline.close()
+                elif self.pipeline is not None:
+                    raise AgentError(
+                        "the agent still works for a former run under this root", found=self._run
+                    )
+                self._open(record)
+            assert self._run is not None
+            return self._run
+
+    def _open(self, record: RunRecord) -> None:
+        self._run = record
+        self.pipeline = Pipeline(
+            self,
+            record,
+            self._limited(),
+            queue_max=self.settings.queue_max,
+            commit_timeout_s=self.settings.commit_timeout_s,
+        )
+        self._rotator = Rotator(
+            self._backend, self.pipeline.fence, self.settings.retention, self._in_use, self._rotated
+        )
+        me = Process.current()
+        self._events = EventLog(
+            self._backend, f"agent-{self.settings.run_key}-{self._journal.epoch}-{me.start_time}"
+        )
+        self._keep(self.pipeline.run())
+
+    async def _check_incarnations(self) -> None:
+        """A trainer came: what it has made pointless ends, and older trainers hear that they are
+        superseded."""
+        try:
+            await self._pipeline.fence_off()
+            await self._pipeline.fence.look()
+        except (BackendError, EverstepError) as error:
+            log.warning("the incarnations cannot be read now: %s", error)
+        newest = max(self._pipeline.fence.newest, self.members.newest)
+        for peer in list(self._registered):
+            if peer.member is not None and peer.member.incarnation < newest:
+                peer.send(_news(_superseded(peer.member.incarnation, newest, self.settings.root)))
+        for member in self.members.retire():
+            await self.forget_member(member)
+
+    def _died(self, member: Member) -> None:
+        log.info("rank %d of incarnation %d has ended without goodbye", member.rank, member.incarnation)
+        for flush in [] if self.pipeline is None else self.pipeline.flushes():
+            flush.changed.set()
+        self._keep(self._orphans.look())
+
+    def _in_use(self, incarnation: int) -> bool:
+        return any(flush.incarnation == incarnation for flush in self._pipeline.flushes())
+
+    def _rotated(
+        self, incarnation: int, report: RotationReport | None, error: EverstepError | BackendError | None
+    ) -> None:
+        if error is not None and not isinstance(error, EverstepError):
+            error = AgentError("rotation failed", found=f"{type(error).__name__}: {error}")
+        wire = None if error is None else error.to_wire()
+        self.report(Progress(NO_STEP, incarnation, 0, self.settings.root, "rotated", wire))
+
+    async def _write_events(self) -> None:
+        """Best effort, and seldom: what is appended meanwhile goes along."""
+        if self._events is None:
+            return
+        pause = self._last_events + EVENTS_PAUSE_S - time.monotonic()
+        if pause > 0 and not self.stopped.is_set():
+            self._last_events += EVENTS_PAUSE_S
+            await asyncio.sleep(pause)
+        self._last_events = time.monotonic()
+        try:
+            await self._events.flush()
+        except (BackendError, EverstepError) as error:
+            log.warning("events could not be written: %s", error)
+
+    async def _journaled(self, work: Callable[..., Any], *args: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._journal_thread, functools.partial(work, *args))
+
+    def _keep(self, work: Awaitable[None]) -> None:
+        """Run beside everything else; what goes wrong is logged."""
+        task = asyncio.ensure_future(_logged(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _logged(work: Awaitable[None]) -> None:
+    try:
+        await work
+    except Exception:
+        log.exception("a task of the agent failed")
+
+
+def _news(progress: Progress) -> News:
+    return News(**vars(progress))
+
+
+def _superseded(incarnation: int, newest: int, tier: str) -> Progress:
+    error = Superseded(
+        "a newer incarnation writes this run",
+        found=f"incarnation {newest}",
+        expected=f"none above {incarnation}",
+    )
+    return Progress(NO_STEP, incarnation, 0, tier, "superseded", error.to_wire())

@@ -1,0 +1,104 @@
+"""What a trainer tells its agent and what it hears back: small frozen values, no I/O."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from everstep.format.constants import CHUNK_BYTES
+from everstep.memory.process import Process
+from everstep.plan.retention import Retention
+
+LINGER_S = 30.0
+COMMIT_TIMEOUT_S = 300.0
+QUEUE_MAX = 64
+KEEP_LAST = 10
+
+VERDICTS = frozenset({"committed", "failed", "abandoned", "superseded"})
+"""Stages after which nothing more happens to a flush. All ranks hear the same one."""
+
+NO_STEP = -1
+"""Progress that speaks of no step in particular."""
+
+
+def default_runtime_dir(run_key: str) -> Path:
+    """Where lock, socket, journal and log of a run's agent lie unless the user says otherwise."""
+    return Path("/var/tmp") / f"everstep-{os.getuid()}" / run_key
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """``root`` is the canonical url of the run, ``run_key`` names (root, node) in 16 hex digits."""
+
+    root: str
+    run_key: str
+    node: str
+    runtime_dir: Path
+    rate_bytes_per_s: float | None = None
+    retention: Retention = field(default_factory=lambda: Retention(keep_last=KEEP_LAST, keep_every=None))
+    linger_s: float = LINGER_S
+    commit_timeout_s: float = COMMIT_TIMEOUT_S
+    chunk_bytes: int = CHUNK_BYTES
+    queue_max: int = QUEUE_MAX
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "root": self.root,
+            "run_key": self.run_key,
+            "node": self.node,
+            "runtime_dir": str(self.runtime_dir),
+            "rate_bytes_per_s": self.rate_bytes_per_s,
+            "keep_last": self.retention.keep_last,
+            "keep_every": self.retention.keep_every,
+            "linger_s": self.linger_s,
+            "commit_timeout_s": self.commit_timeout_s,
+            "chunk_bytes": self.chunk_bytes,
+            "queue_max": self.queue_max,
+        }
+
+    @classmethod
+    def from_wire(cls, wire: dict[str, Any]) -> AgentSettings:
+        """Raises KeyError or TypeError where ``wire`` is not what :meth:`to_wire` gave."""
+        rest = dict(wire)
+        keep = Retention(keep_last=rest.pop("keep_last"), keep_every=rest.pop("keep_every"))
+        return cls(**{**rest, "runtime_dir": Path(rest["runtime_dir"]), "retention": keep})
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_wire())
+
+    @classmethod
+    def from_json(cls, text: str) -> AgentSettings:
+        return cls.from_wire(json.loads(text))
+
+
+@dataclass(frozen=True)
+class Hello:
+    """One trainer rank. ``arena`` is the arena's path, or a descriptor of it where it is a memfd (the agent
+    keeps a descriptor of its own). ``adopted`` is the (incarnation, step) that was loaded."""
+
+    run_id: str
+    rank: int
+    world: int
+    incarnation: int
+    adopted: tuple[int, int] | None
+    process: Process
+    arena: Path | int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One piece of news. ``error`` is an error's :meth:`~everstep.errors.EverstepError.to_wire`; ``seconds``
+    count from the acceptance of the flush; ``rank`` is the rank that it speaks of (-1: the whole step)."""
+
+    step: int
+    incarnation: int
+    attempt: int
+    tier: str
+    stage: str
+    error: dict[str, Any] | None = None
+    seconds: float = 0.0
+    nbytes: int = 0
+    rank: int = -1

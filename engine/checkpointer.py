@@ -1,0 +1,318 @@
+"""The facade: one object that loads, snapshots, saves and closes."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Collection, Mapping
+from types import TracebackType
+from typing import Any, Literal
+
+from .agent.values import AgentSettings
+from .backends.api import Backend
+from .backends.open import open_backend
+from .config import config_hash, plain_config
+from .errors import BadOption, Closed, EverstepError
+from .format.constants import CHUNK_BYTES
+from .format.records import IncarnationRecord, RunRecord
+from .format.records import decode_incarnation, decode_run, encode_incarnation, encode_run
+from .handles import SaveHandle
+from .loading import Loader, Recovery, into_state
+from .memorytier import MemoryTier
+from .opening import Origin, begin_incarnation
+from .places import locate
+from .policy import Memory, Policy
+from .ranks import Ranks
+from .session import Session, adopted_of
+from .snapshot.estimate import estimate_slot_bytes
+from .state.trainstate import TrainState, as_train_state
+from .store.blocking import run_blocking
+from .store.runs import open_run
+
+log = logging.getLogger("everstep")
+
+_open: weakref.WeakValueDictionary[str, Checkpointer] = weakref.WeakValueDictionary()
+_open_lock = threading.Lock()
+
+
+class Checkpointer:
+    """Checkpoints of one training run, on every rank of the job.
+
+    ``root`` is a directory that all ranks share. ``memory`` is the tier of snapshots in shared memory, ``policy``
+    says when what is written and kept, ``config`` (hyper-parameters) is hashed and compared at load.
+    ``agent="inline"`` runs the background work on a thread of each rank instead of a process per node.
+    ``fresh="why"`` starts again in a run that has checkpoints; ``take_over=True`` supersedes a living writer.
+    ``mesh`` names the axes of the ranks and their sizes (default: ``{"data": world}``). ``node`` overrides the
+    node's name.
+
+    Rank and world are read at the first load, step or save: from torch.distributed if it is initialised, else from
+    the launcher's environment, else one process. All ranks make the same calls in the same order.
+
+    Threads and processes: an object belongs to the thread and process that made it, and is used by one thread at a
+    time. Nothing runs in this process in the background except a late copy (``Memory(copy="overlap")``), the
+    storage thread during loads, and the agent if it is inline. Handles and DataLoader workers do not survive a
+    fork with it. What is *not* promised: that a step is durable when ``step`` or ``save`` returns
+    (wait on the handle), or that writes to parameters through ``.data`` during a late copy are seen.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        memory: Memory | None = Memory(),  # noqa: B008  (frozen)
+        policy: Policy | None = None,
+        config: Any = None,
+        agent: Literal["process", "inline"] = "process",
+        fresh: str | None = None,
+        take_over: bool = False,
+        mesh: Mapping[str, int] | None = None,
+        node: str | None = None,
+    ) -> None:
+        if agent not in ("process", "inline"):
+            raise BadOption("agent= is unknown", found=repr(agent), expected="'process' or 'inline'")
+        if fresh is not None and not (isinstance(fresh, str) and fresh.strip()):
+            raise BadOption("fresh= must say why", found=repr(fresh), expected="a text")
+        self._place = locate(root, node=node)
+        self._backend: Backend = open_backend(self._place.url, shared=True)
+        self._memory = memory
+        self._policy = policy or Policy()
+        self._config = plain_config(config)
+        self._agent = agent
+        self._take_over = take_over
+        self._mesh = dict(mesh) if mesh is not None else None
+        self._origin = Origin(fresh=fresh)
+        self._ranks: Ranks | None = None
+        self._tier: MemoryTier | None = None
+        self._session: Session | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        self.recovery: Recovery | None = None
+        _close_former(self._place.url, self)
+        atexit.register(_drain, weakref.ref(self))
+
+    # -- the calls of a training loop
+
+    def load(
+        self,
+        state: TrainState | Mapping[str, Any],
+        *,
+        step: int | None = None,
+        allow: Collection[str] = (),
+        config_reason: str | None = None,
+    ) -> int | None:
+        """Restore ``state`` in place from the newest step that exists anywhere (or from ``step``), every byte
+        proved, and return that step; None if the run has no checkpoint. All ranks get the same.
+
+        ``allow`` loosens the comparison with the checkpoint (see ``TrainState``), ``config_reason`` accepts another
+        configuration; both are recorded. Raises StateMismatch, ConfigChanged, Damaged (nothing good is left),
+        CannotTell, NoCheckpoint (for ``step``), RankError. After an error the contents of ``state`` are undefined.
+        """
+        self._check_usable()
+        if self._session is not None:
+            raise BadOption("load after the first step or save", hint="Make a new Checkpointer to go back.")
+        trained = as_train_state(state)
+        ranks, tier = self._meet()
+        if self._origin.fresh is None:
+            loader = Loader(
+                self._backend, ranks, tier.directory, timeout_s=self._policy.rank_timeout_s, writes=True
+            )
+            found = loader.load(
+                into_state(trained, ranks.rank, ranks.world, allow),
+                step=step,
+                config=self._config,
+                config_reason=config_reason,
+            )
+            self.recovery = found[0] if found is not None else None
+        self._origin = self._origin_of(self.recovery, config_reason)
+        self._reserve(trained)
+        return self.recovery.step if self.recovery is not None else None
+
+    def step(
+        self,
+        step: int,
+        state: TrainState | Mapping[str, Any],
+        metrics: Mapping[str, Any] | None = None,
+    ) -> SaveHandle | None:
+        """Training step ``step`` is done: snapshot and flush what the policy says. The handle of the flush, if
+        one was started.
+
+        Raises StepOrder, UnsupportedValue, Superseded, NotLoaded, RunInUse, and failures of former flushes by
+        policy.
+        """
+        return self._writing(state).step(step, as_train_state(state), metrics)
+
+    def save(
+        self,
+        step: int,
+        state: TrainState | Mapping[str, Any],
+        metrics: Mapping[str, Any] | None = None,
+    ) -> SaveHandle:
+        """One full checkpoint of ``step``, whatever the policy says; every rank calls it. Returns when the copy is
+        done; ``wait`` on the handle for durability."""
+        return self._writing(state).save(step, as_train_state(state), metrics)
+
+    def close(self, *, flush: bool = True) -> None:
+        """Make the newest snapshot durable (unless ``flush`` is False), end the session, and raise what went wrong.
+        Every rank calls it; calling it again does nothing."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        with _open_lock:
+            if _open.get(self._place.url) is self:
+                del _open[self._place.url]
+        if self._session is not None:
+            self._session.close(flush=flush)
+        elif self._tier is not None:
+            self._tier.close(remove=False)
+
+    def status(self) -> dict[str, Any]:
+        """What this rank knows: incarnation, newest step in memory and on disk, unfinished flushes, the agent."""
+        return self._session.status() if self._session is not None else {"incarnation": None}
+
+    @property
+    def agent_pid(self) -> int | None:
+        """Process id of this node's agent, once there is one."""
+        return self._session.agent_pid if self._session is not None else None
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except EverstepError as second:
+            log.error("everstep: closing after %s failed too: %s", type(error).__name__, second)
+
+    # -- opening
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise Closed("this checkpointer was closed", hint="Make a new one.")
+        if os.getpid() != self._pid:
+            raise Closed("this checkpointer belongs to another process", hint="Make one in this process.")
+
+    def _meet(self) -> tuple[Ranks, MemoryTier]:
+        if self._ranks is None:
+            self._ranks = Ranks.detect(self._place.url)
+        if self._tier is None:
+            self._tier = MemoryTier(self._place, self._memory, self._ranks.rank)
+        return self._ranks, self._tier
+
+    def _origin_of(self, recovery: Recovery | None, config_reason: str | None) -> Origin:
+        if recovery is None:
+            return Origin(looked=True, fresh=self._origin.fresh)
+        return Origin(
+            looked=True,
+            incarnation=recovery.incarnation,
+            step=recovery.step,
+            config_changes=dict(recovery.config_changes or {}),
+            config_reason=config_reason if recovery.config_changes else None,
+            loosened=recovery.loosened,
+        )
+
+    def _reserve(self, state: TrainState) -> None:
+        """Room for the slots, before the first step: too little is told here, by all ranks."""
+        ranks, tier = self._meet()
+
+        def reserve() -> None:
+            need = self._memory.bytes or estimate_slot_bytes(state)
+            run_id, chunk_bytes = self._known_run()
+            tier.reserve(need, chunk_bytes=chunk_bytes, adopted=self._origin.adopted, run_id=run_id)
+
+        ranks.together("reserving memory", reserve, timeout_s=self._policy.rank_timeout_s)
+
+    def _known_run(self) -> tuple[str, int]:
+        from .discovery import find_run
+
+        run = find_run(self._backend)
+        return (run.run_id, run.chunk_bytes) if run is not None else ("", CHUNK_BYTES)
+
+    def _writing(self, state: TrainState | Mapping[str, Any]) -> Session:
+        self._check_usable()
+        if self._session is None:
+            self._session = self._open(as_train_state(state))
+        return self._session
+
+    def _open(self, state: TrainState) -> Session:
+        """The first step or save: the next incarnation, on all ranks or on none."""
+        ranks, tier = self._meet()
+        mesh = self._mesh or {"data": ranks.world}
+        _check_mesh(mesh, ranks.world)
+
+        def begin() -> list[bytes]:
+            run, record = begin_incarnation(
+                self._backend,
+                self._origin,
+                world=ranks.world,
+                mesh=mesh,
+                config=self._config,
+                config_hash=config_hash(self._config),
+                take_over=self._take_over,
+            )
+            return [encode_run(run), encode_incarnation(record)]
+
+        run_data, record_data = ranks.from_first("opening the run", begin, timeout_s=self._policy.rank_timeout_s)
+        run = decode_run(run_data, "run.json")
+        record = decode_incarnation(record_data, f"incarnation of {self._place.url}")
+        self._reserve(state)
+        timeout_s = self._policy.rank_timeout_s
+        ranks.together("looking for the run", lambda: self._see_run(run), timeout_s=timeout_s)
+        local = ranks.agree("comparing nodes", self._place.node, timeout_s=timeout_s)
+        tier.local_ranks = local.count(self._place.node)
+
+        def start() -> Session:
+            return Session(
+                self._place, ranks, self._policy, self._memory, tier, run, record, agent=self._agent
+            )
+
+        return ranks.together("opening the run", start, timeout_s=timeout_s)
+
+    def _see_run(self, run: RunRecord) -> None:
+        from .errors import NotARun
+
+        seen = run_blocking(open_run(self._backend))
+        if seen.run_id != run.run_id:
+            raise NotARun(
+                "this rank sees another run at this root than rank 0",
+                found=seen.run_id,
+                expected=run.run_id,
+                hint="The root must be on storage that all ranks share.",
+            )
+
+
+def _check_mesh(mesh: Mapping[str, int], world: int) -> None:
+    size = 1
+    for length in mesh.values():
+        size *= length
+    if size != world:
+        raise BadOption("mesh= does not fit the number of ranks", found=dict(mesh), expected=f"a product of {world}")
+
+
+def _close_former(url: str, new: Checkpointer) -> None:
+    """A second opening of a run in one process closes the first."""
+    with _open_lock:
+        former = _open.get(url)
+        _open[url] = new
+    if former is not None and not former._closed:
+        former.close()
+
+
+def _drain(ref: weakref.ref[Checkpointer]) -> None:
+    """At interpreter exit: what a script that never called close() owes, within the policy's bound."""
+    checkpointer = ref()
+    if checkpointer is None or checkpointer._closed or os.getpid() != checkpointer._pid:
+        return
+    try:
+        checkpointer.close()
+    except EverstepError as error:
+        print(f"everstep: the last snapshot did not become durable: {error}", file=sys.stderr)

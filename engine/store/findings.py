@@ -1,0 +1,65 @@
+"""What fsck finds: frozen values, and the exit code that a set of them comes to."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class Severity(enum.Enum):
+    """How bad a finding is. Infos and warnings hurt no checkpoint."""
+
+    INFO = "info"
+    WARNING = "warning"
+    DAMAGE = "damage"
+    CANNOT_TELL = "cannot-tell"
+
+
+class Kind(enum.Enum):
+    """What a finding is about."""
+
+    DAMAGED = "damaged"
+    """Bytes that are not what was written."""
+    MISSING = "missing"
+    UNDECIDED = "undecided"
+    """All votes of an attempt are there but no decision: what a lost manifest looks like."""
+    LEFTOVER = "leftover"
+    """An attempt that was given up, or never finished."""
+    TOMBSTONE = "tombstone"
+    """A checkpoint that is being removed."""
+    TEMPORARY = "temporary"
+    """An unfinished file of a writer that died, or that is at work."""
+    FOREIGN = "foreign"
+    """A name that is not ours, or that nothing names."""
+    CANNOT_TELL = "cannot-tell"
+    """The storage did not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One finding. ``name`` is the object's (or directory's) name relative to the root; ``hurts`` says what can no
+    longer be done because of it, "" for nothing."""
+
+    severity: Severity
+    kind: Kind
+    name: str
+    step: int | None
+    incarnation: int | None
+    message: str
+    hurts: str = ""
+
+
+EXIT_CLEAN = 0
+EXIT_DAMAGE = 4
+EXIT_CANNOT_TELL = 8
+EXIT_USAGE = 16
+
+
+def exit_code(severities: Iterable[Severity]) -> int:
+    """As fsck(8): the sum of 4 (damage left) and 8 (cannot tell) where they apply; 0 for infos and warnings. 16 is
+    for calls that are wrong (the root is no run, no such step)."""
+    found = set(severities)
+    return (EXIT_DAMAGE if Severity.DAMAGE in found else 0) + (
+        EXIT_CANNOT_TELL if Severity.CANNOT_TELL in found else 0
+    )

@@ -1,0 +1,334 @@
+"""Proving a run: every record, decision, vote, layout and chunk against what points at it.
+
+Reads only, with bounded memory, and may run beside a live run: what rotation removes or a commit finishes
+meanwhile is no damage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from everstep.backends.api import Backend
+from everstep.errors import CannotTell, Damaged, EverstepError, NoCheckpoint, UnknownFormat
+from everstep.format import names
+from everstep.format.manifest import Abort, Decision, Manifest, Tombstone
+from everstep.format.records import IncarnationRecord
+from everstep.plan.lineage import Lineage
+
+from .asking import each, reading
+from .catalog import StepNames, complete_undecided, list_step, list_steps, read_decision_at, read_layout
+from .findings import Finding, Kind, Severity
+from .fsck_images import Images
+from .runs import incarnation_numbers, open_run, read_incarnation
+from .sources import DurableSource
+
+DECISION_WAIT_S = 1.0
+"""How long an attempt that has all its votes is given to be committed by a run that is alive."""
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes proved so far and the bytes to prove in all."""
+
+
+@dataclass(slots=True)
+class _Checkpoint:
+    """One checkpoint's directory with what could be read of its decisions."""
+
+    found: StepNames
+    decisions: dict[int, Decision]
+    unreadable: list[Finding]
+
+    @property
+    def standing(self) -> Manifest | Tombstone | None:
+        """The decision that counts; None also where an unreadable one hides it."""
+        bad = set(self.found.decisions) - set(self.decisions)
+        for number in reversed(self.found.decisions):
+            if number in bad:
+                return None
+            decision = self.decisions[number]
+            if not isinstance(decision, Abort):
+                return decision
+        return None
+
+
+@dataclass(slots=True)
+class _Run:
+    """What the checks share. ``chunk_bytes`` is None where run.json cannot be read; ``lineage`` where records
+    are missing or damaged."""
+
+    backend: Backend
+    chunk_bytes: int | None = None
+    records: frozenset[int] | None = None
+    lineage: Lineage | None = None
+    newest: tuple[int, int] = (-1, -1)
+    sizes: dict[str, int] = field(default_factory=dict)
+    layouts_seen: set[str] = field(default_factory=set)
+
+
+async def check(
+    backend: Backend,
+    *,
+    step: int | None = None,
+    quick: bool = False,
+    progress: Progress | None = None,
+    decision_wait_s: float = DECISION_WAIT_S,
+) -> AsyncIterator[Finding]:
+    """Check the run, or only the checkpoints of ``step``; ``quick`` leaves the images' bytes unread (their sizes,
+    and all hashes of everything else, are checked). Yields findings as they come.
+
+    Raises NotARun, UnknownFormat (of the run itself), NoCheckpoint (no directory of ``step``).
+    """
+    run = _Run(backend)
+    async for finding in _records(run):
+        yield finding
+    try:
+        steps = [found for found in await list_steps(backend) if step is None or found.step == step]
+        await _list_all(run, step)
+    except CannotTell as error:
+        yield _cannot_tell(error, names.CHECKPOINTS)
+        return
+    if step is not None and not steps:
+        raise NoCheckpoint(f"{backend.url}: nothing of step {step} is there", found="nothing", step=step)
+    run.newest = max((found.key for found in steps), default=run.newest)
+    checkpoints = await each(steps, lambda found: _read(run, found))
+    images = Images(backend, run.chunk_bytes, quick, progress)
+    for checkpoint in checkpoints:
+        if isinstance(checkpoint.standing, Manifest):
+            images.expect(checkpoint.standing)
+    for checkpoint in checkpoints:
+        async for finding in _checkpoint(run, checkpoint, images):
+            yield finding
+    async for finding in _undecided(run, checkpoints, decision_wait_s):
+        yield finding
+    async for finding in _rest(run, checkpoints, step):
+        yield finding
+
+
+def hurts(found: StepNames) -> str:
+    return f"step {found.step} of incarnation {found.incarnation} cannot be loaded"
+
+
+def _damage(error: EverstepError, name: str, found: StepNames | None, hurt: str) -> Finding:
+    """An error of reading as a finding: the object that it names, else ``name``."""
+    missing = "is missing" in error.message
+    return Finding(
+        Severity.DAMAGE,
+        Kind.MISSING if missing else Kind.DAMAGED,
+        str(error.fields.get("name") or name),
+        found.step if found else None,
+        found.incarnation if found else None,
+        str(error),
+        hurt,
+    )
+
+
+def _cannot_tell(error: EverstepError, name: str, found: StepNames | None = None) -> Finding:
+    return Finding(
+        Severity.CANNOT_TELL,
+        Kind.CANNOT_TELL,
+        str(error.fields.get("name") or name),
+        found.step if found else None,
+        found.incarnation if found else None,
+        str(error),
+        "whether it is good is not known",
+    )
+
+
+async def _records(run: _Run) -> AsyncIterator[Finding]:
+    """run.json and the incarnations' records; fills ``chunk_bytes`` and ``lineage``."""
+    try:
+        run.chunk_bytes = (await open_run(run.backend)).chunk_bytes
+    except Damaged as error:
+        yield _damage(error, names.RUN, None, "no checkpoint of the run can be loaded")
+    except CannotTell as error:
+        yield _cannot_tell(error, names.RUN)
+    try:
+        numbers = await incarnation_numbers(run.backend)
+    except CannotTell as error:
+        yield _cannot_tell(error, names.INCARNATIONS)
+        return
+    records: list[IncarnationRecord] = []
+    for number in range(1, max(numbers, default=0) + 1):
+        name = names.incarnation(number)
+        try:
+            records.append(await read_incarnation(run.backend, number))
+        except (Damaged, UnknownFormat) as error:
+            yield _damage(error, name, None, "which checkpoints count cannot be decided")
+        except CannotTell as error:
+            yield _cannot_tell(error, name)
+    run.records = frozenset(numbers)
+    try:
+        run.lineage = Lineage(records) if len(records) == max(numbers, default=0) else None
+    except Damaged as error:
+        yield _damage(error, names.INCARNATIONS, None, "which checkpoints count cannot be decided")
+
+
+async def _list_all(run: _Run, step: int | None) -> None:
+    prefix = "" if step is None else names.step_dir(step)
+    with reading(run.backend, prefix):
+        async for item in run.backend.list(prefix):
+            run.sizes[item.name] = item.nbytes
+
+
+async def _read(run: _Run, found: StepNames) -> _Checkpoint:
+    """Read all decisions of one checkpoint."""
+    checkpoint = _Checkpoint(found, {}, [])
+    for number in found.decisions:
+        name = names.decision(found.step, found.incarnation, number)
+        try:
+            decision = await read_decision_at(run.backend, found.step, found.incarnation, number)
+        except (Damaged, UnknownFormat) as error:
+            checkpoint.unreadable.append(_damage(error, name, found, hurts(found)))
+        except CannotTell as error:
+            checkpoint.unreadable.append(_cannot_tell(error, name, found))
+        else:
+            if decision is not None:
+                checkpoint.decisions[number] = decision
+    if len(checkpoint.decisions) + len(checkpoint.unreadable) < len(found.decisions):
+        again = await list_step(run.backend, found.step, found.incarnation)  # rotation is at work
+        checkpoint.found = again
+        checkpoint.decisions = {n: d for n, d in checkpoint.decisions.items() if n in again.decisions}
+    return checkpoint
+
+
+async def _checkpoint(run: _Run, checkpoint: _Checkpoint, images: Images) -> AsyncIterator[Finding]:
+    found, standing = checkpoint.found, checkpoint.standing
+    for finding in checkpoint.unreadable:
+        yield finding
+    if not isinstance(standing, Tombstone):
+        for number in sorted(set(range(1, max(found.decisions, default=0) + 1)) - set(found.decisions)):
+            name = names.decision(found.step, found.incarnation, number)
+            yield _missing(found, name, "a higher decision is there", "")
+    record = names.incarnation(found.incarnation)
+    if run.records is not None and found.incarnation not in run.records:
+        yield _missing(found, record, "checkpoints of that incarnation are there", hurts(found))
+    if isinstance(standing, Tombstone):
+        yield _tombstone(run, found, standing)
+    elif isinstance(standing, Manifest):
+        async for finding in _manifest(run, found, standing, images):
+            yield finding
+    for attempt, decision in sorted(checkpoint.decisions.items()):
+        files = _files(run, found, attempt)
+        if isinstance(decision, Abort) and files:
+            name = names.attempt_dir(found.step, found.incarnation, attempt)
+            why = f"attempt {attempt} was given up ({decision.reason}); {len(files)} files remain"
+            yield Finding(Severity.INFO, Kind.LEFTOVER, name, found.step, found.incarnation, why)
+
+
+def _missing(found: StepNames, name: str, why: str, hurt: str) -> Finding:
+    message = f"{name} is missing, but {why}"
+    return Finding(Severity.DAMAGE, Kind.MISSING, name, found.step, found.incarnation, message, hurt)
+
+
+def _files(run: _Run, found: StepNames, attempt: int) -> list[str]:
+    directory = names.attempt_dir(found.step, found.incarnation, attempt) + "/"
+    return [name for name in run.sizes if name.startswith(directory)]
+
+
+def _tombstone(run: _Run, found: StepNames, tombstone: Tombstone) -> Finding:
+    name = names.decision(found.step, found.incarnation, tombstone.number)
+    left = sum(len(_files(run, found, attempt)) for attempt in found.attempts)
+    others = len(found.decisions) - 1
+    if left or others:
+        message = f"removed ({tombstone.reason}), but {left} files and {others} decisions remain for the next rotation"
+        return Finding(Severity.WARNING, Kind.TOMBSTONE, name, found.step, found.incarnation, message)
+    message = f"removed ({tombstone.reason}); the tombstone waits for late commits"
+    return Finding(Severity.INFO, Kind.TOMBSTONE, name, found.step, found.incarnation, message)
+
+
+async def _manifest(
+    run: _Run, found: StepNames, manifest: Manifest, images: Images
+) -> AsyncIterator[Finding]:
+    """Votes, layouts, states and images of a checkpoint that counts."""
+    source = DurableSource(run.backend, manifest, run.chunk_bytes or 1)
+    run.layouts_seen.update(record.layout_hash for record in manifest.ranks)
+    reported: set[str] = set()
+    async for error in images.check(source):
+        if isinstance(error, CannotTell):
+            finding = _cannot_tell(error, names.checkpoint_dir(found.step, found.incarnation), found)
+        else:
+            finding = _damage(error, names.checkpoint_dir(found.step, found.incarnation), found, hurts(found))
+        if finding.name not in reported:
+            reported.add(finding.name)
+            yield finding
+    for name in _files(run, found, manifest.attempt):
+        if names.parse(name) is not None and name not in images.named:
+            yield Finding(
+                Severity.INFO,
+                Kind.FOREIGN,
+                name,
+                found.step,
+                found.incarnation,
+                "no vote of the manifest names it",
+            )
+
+
+async def _undecided(run: _Run, checkpoints: list[_Checkpoint], wait_s: float) -> AsyncIterator[Finding]:
+    """Attempts without a decision. One with all its votes is damage, unless a live run decides it meanwhile."""
+    open_attempts: list[tuple[StepNames, int, bool]] = []
+    for checkpoint in checkpoints:
+        found = checkpoint.found
+        undecided = [attempt for attempt in found.attempts if attempt not in found.decisions]
+        if not undecided or isinstance(checkpoint.standing, Tombstone):
+            continue
+        try:
+            complete = await complete_undecided(run.backend, found)
+        except (CannotTell, UnknownFormat) as error:
+            yield _cannot_tell(error, names.checkpoint_dir(found.step, found.incarnation), found)
+            continue
+        open_attempts += [(found, attempt, attempt in complete) for attempt in undecided]
+    if any(is_complete for _, _, is_complete in open_attempts):
+        await asyncio.sleep(wait_s)
+    for found, attempt, is_complete in open_attempts:
+        now = await list_step(run.backend, found.step, found.incarnation)
+        if attempt in now.attempts and attempt not in now.decisions:
+            yield _open_attempt(run, found, attempt, is_complete)
+
+
+def _open_attempt(run: _Run, found: StepNames, attempt: int, complete: bool) -> Finding:
+    reached = run.lineage is None or run.lineage.counts(found.incarnation, found.step)
+    if complete and reached:
+        name = names.decision(found.step, found.incarnation, attempt)
+        return Finding(
+            Severity.DAMAGE,
+            Kind.UNDECIDED,
+            name,
+            found.step,
+            found.incarnation,
+            f"{name} is missing: all votes of attempt {attempt} are there, but no decision",
+            hurts(found),
+        )
+    name = names.attempt_dir(found.step, found.incarnation, attempt)
+    if found.key == run.newest:
+        message, severity = f"attempt {attempt} is not finished: in flight, or left behind", Severity.INFO
+    else:
+        message, severity = f"attempt {attempt} was never finished", Severity.WARNING
+    return Finding(severity, Kind.LEFTOVER, name, found.step, found.incarnation, message)
+
+
+async def _rest(run: _Run, checkpoints: list[_Checkpoint], step: int | None) -> AsyncIterator[Finding]:
+    """Layouts that no manifest names, foreign names, temporaries."""
+    for name in sorted(run.sizes):
+        parsed = names.parse(name)
+        if parsed is None:
+            yield Finding(
+                Severity.INFO, Kind.FOREIGN, name, None, None, "not a name of this format; left alone"
+            )
+        elif parsed.kind is names.Kind.LAYOUT and parsed.hash not in run.layouts_seen and parsed.hash:
+            try:
+                await read_layout(run.backend, parsed.hash)
+            except (Damaged, UnknownFormat) as error:
+                yield _damage(error, name, None, "")
+            except CannotTell as error:
+                yield _cannot_tell(error, name)
+    try:
+        prefix = "" if step is None else names.step_dir(step)
+        with reading(run.backend, prefix):
+            leftovers = await run.backend.leftovers(prefix)
+    except CannotTell as error:
+        yield _cannot_tell(error, prefix)
+        return
+    for item in leftovers:
+        message = f"{item.nbytes} bytes of a writer that died, or that is at work"
+        yield Finding(Severity.INFO, Kind.TEMPORARY, item.name, None, None, message)

@@ -1,0 +1,155 @@
+"""The part of fsck that reads much: votes, layouts, states and every chunk of every image of a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+
+from everstep.backends.api import Backend
+from everstep.errors import CannotTell, Damaged, EverstepError, Pruned, RunError, StateMismatch
+from everstep.format import names
+from everstep.format.layout import Layout
+from everstep.format.manifest import Manifest
+from everstep.format.vote import ImageRecord
+from everstep.plan.coverage import check_coverage
+
+from .asking import each
+from .sources import DurableSource, bad_chunks, changed_chunk, check_record
+
+IMAGES_PARALLEL = 4
+"""Images read side by side; with ``PIECE_BYTES`` this bounds the memory."""
+
+PIECE_BYTES = 16 << 20
+
+COVERED_MAX = 64
+
+
+class Images:
+    """Checks checkpoints one after the other. ``named`` gathers the objects that votes name."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        chunk_bytes: int | None,
+        quick: bool,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.backend = backend
+        self.chunk_bytes = chunk_bytes
+        self.quick = quick or chunk_bytes is None
+        self.named: set[str] = set()
+        self._progress = progress
+        self._done = 0
+        self._total = 0
+        self._buffers: list[mmap.mmap] = []
+        self._covered: OrderedDict[tuple[str, ...], None] = OrderedDict()
+
+    def expect(self, manifest: Manifest) -> None:
+        """Count the bytes of a checkpoint that will be checked."""
+        self._total += sum(nbytes for record in manifest.ranks for nbytes in record.images.values())
+
+    async def check(self, source: DurableSource) -> AsyncIterator[EverstepError]:
+        """The errors of one checkpoint; none where rotation removed it meanwhile."""
+        try:
+            for error in await self._check(source):
+                yield error
+        except Pruned:
+            return
+
+    async def _check(self, source: DurableSource) -> list[EverstepError]:
+        errors: list[EverstepError] = []
+        layouts: dict[int, Layout] = {}
+        images: list[tuple[int, ImageRecord]] = []
+        for record in source.manifest.ranks:
+            rank = record.rank
+            self.named.add(names.vote(source.step, source.incarnation, source.manifest.attempt, rank))
+            self.named.update(source.locate(rank, image) for image in record.images)
+            try:
+                records = await source.records(rank)
+            except Pruned:
+                raise
+            except RunError as error:
+                errors.append(error)
+                # Without hashes at least what is there can be said.
+                images += [(rank, ImageRecord(name, size, b"", b"")) for name, size in record.images.items()]
+                continue
+            images += [(rank, one) for one in records.values()]
+            try:
+                layouts[rank] = await source.layout(rank)
+            except Pruned:
+                raise
+            except RunError as error:
+                errors.append(error)
+        if len(layouts) == len(source.manifest.ranks):
+            errors += self._coverage(source, layouts)
+        found = await each(images, lambda one: self._image(source, *one), limit=IMAGES_PARALLEL)
+        return errors + [error for some in found for error in some]
+
+    def _coverage(self, source: DurableSource, layouts: dict[int, Layout]) -> list[EverstepError]:
+        hashes = tuple(record.layout_hash for record in source.manifest.ranks)
+        if hashes in self._covered:
+            return []
+        try:
+            check_coverage([layouts[rank].entries for rank in sorted(layouts)])
+        except StateMismatch as error:
+            return [error]
+        self._covered[hashes] = None
+        while len(self._covered) > COVERED_MAX:
+            self._covered.popitem(last=False)
+        return []
+
+    async def _image(self, source: DurableSource, rank: int, record: ImageRecord) -> list[EverstepError]:
+        """Size of one image, and its chunks against the record (whose hashes are absent with its vote)."""
+        name = source.locate(rank, record.name)
+        try:
+            if record.root:
+                await source.check_image(rank, record.name)
+                if self.chunk_bytes is not None:
+                    check_record(record, self.chunk_bytes, name)
+                if not self.quick:
+                    await self._chunks(source, rank, record, name)
+            else:
+                await self._size_alone(source, record, name)
+        except Pruned:
+            raise
+        except (Damaged, CannotTell) as error:
+            return [error]
+        finally:
+            self._done += record.nbytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+        return []
+
+    async def _size_alone(self, source: DurableSource, record: ImageRecord, name: str) -> None:
+        found = await source.size(name)
+        if found != record.nbytes:
+            raise Damaged(
+                f"{name}: wrong size", found=f"{found} bytes", expected=f"{record.nbytes} bytes", name=name
+            )
+
+    async def _chunks(self, source: DurableSource, rank: int, record: ImageRecord, name: str) -> None:
+        """Read all of the image; Damaged names the first bad chunk and counts the others."""
+        assert self.chunk_bytes is not None
+        step = max(PIECE_BYTES // self.chunk_bytes, 1) * self.chunk_bytes
+        buffer = self._buffers.pop() if self._buffers else mmap.mmap(-1, step)
+        bad: list[tuple[int, bytes]] = []
+        try:
+            for start in range(0, record.nbytes, step):
+                view = memoryview(buffer)[: min(step, record.nbytes - start)]
+                await source.read_into(rank, record.name, start, view)
+                first = start // self.chunk_bytes
+                bad += await asyncio.to_thread(bad_chunks, view, first, record, self.chunk_bytes)
+        finally:
+            self._buffers.append(buffer)
+        if bad:
+            error = changed_chunk(name, record, *bad[0], self.chunk_bytes)
+            if len(bad) > 1:
+                error = Damaged(
+                    f"{error.message}, and in {len(bad) - 1} more chunks",
+                    found=error.found,
+                    expected=error.expected,
+                    **error.fields,
+                )
+            raise error
