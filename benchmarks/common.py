@@ -7,7 +7,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,10 +27,10 @@ class Samples:
 
     seconds: list[float] = field(default_factory=list)
 
-    def time(self, work: Callable[[], Any]) -> None:
-        """Run ``work`` once more and keep how long it took."""
+    def time(self, work: Callable[..., Any], *args: Any) -> None:
+        """Run ``work(*args)`` once more and keep how long it took."""
         begun = time.perf_counter()
-        work()
+        work(*args)
         self.seconds.append(time.perf_counter() - begun)
 
     @property
@@ -38,11 +38,18 @@ class Samples:
         return statistics.median(self.seconds)
 
     def summary(self, nbytes: int | None = None) -> dict[str, float]:
-        """Median, least and greatest, in seconds; with ``nbytes`` also the median rate in bytes per second."""
+        """Median, least and greatest, in seconds; with ``nbytes`` also the median rate in bytes per
+        second."""
         found = {"median_s": self.median, "min_s": min(self.seconds), "max_s": max(self.seconds)}
         if nbytes is not None:
             found["bytes_per_s"] = nbytes / self.median
         return found
+
+
+def in_turn(turn: int, measured: Sequence[Callable[[], Any]]) -> None:
+    """Call all of ``measured``, in every other turn backwards: none always comes first."""
+    for measure in measured if turn % 2 == 0 else reversed(measured):
+        measure()
 
 
 def best(*floors: Samples) -> Samples:
@@ -94,7 +101,8 @@ def drop_caches(files: Iterable[Path]) -> str:
         with open("/proc/sys/vm/drop_caches", "w") as control:
             control.write("1\n")
     except OSError as error:
-        return f"posix_fadvise(DONTNEED) on each file; /proc/sys/vm/drop_caches could not be written ({error.strerror})"
+        why = f"/proc/sys/vm/drop_caches could not be written: {error.strerror}"
+        return f"posix_fadvise(DONTNEED) on each file only; {why}"
     return "posix_fadvise(DONTNEED) on each file, and /proc/sys/vm/drop_caches"
 
 

@@ -1,7 +1,7 @@
 """What the machine can do at best with the same bytes: the floors that everstep's times are set against.
 
-Each floor is given every advantage that a checkpoint has not: memory that is there already, one plain file, no
-hashes, no names to publish.
+Each floor is given every advantage that a checkpoint has not: memory that is there already, one plain file,
+no hashes, no names to publish.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Buffer:
 
 
 def raw_write(path: Path, buffer: Buffer, *, direct: bool) -> None:
-    """``buffer`` into a new file: fallocate, O_DIRECT and a few threads, or through the page cache; then fsync."""
+    """``buffer`` into a new file: fallocate, O_DIRECT and a few threads, or through the page cache; then
+    fsync."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
     fd = os.open(path, flags, 0o600)
     try:
@@ -77,7 +78,8 @@ def raw_write(path: Path, buffer: Buffer, *, direct: bool) -> None:
 
 
 def raw_read(paths: Sequence[Path], buffer: Buffer, *, direct: bool) -> None:
-    """The files' bytes into ``buffer``, one behind the other: O_DIRECT with four threads, or through the cache."""
+    """The files' bytes into ``buffer``, one behind the other: O_DIRECT with four threads, or through the
+    cache."""
     offset = 0
     with ThreadPoolExecutor(READ_THREADS if direct else 1) as pool, _opened(paths, direct) as files:
         jobs = []

@@ -28,8 +28,8 @@ def resident_bytes(pid: int) -> int:
 
 
 class PeakWatch:
-    """The greatest sum of some processes' :func:`resident_bytes` while the block runs, looked at every 20 ms by a
-    thread. Looking costs time: nothing is timed meanwhile."""
+    """The greatest sum of some processes' :func:`resident_bytes` while the block runs, looked at every 20 ms
+    by a thread. Looking costs time: nothing is timed meanwhile."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = list(pids)

@@ -1,20 +1,19 @@
 """How fast a snapshot becomes durable, and comes back, against raw writes and reads of the same bytes.
 
-Floors are measured in the same repeats, before or after in turn. Every load is compared, tensor by tensor, before
-anything counts.
+Floors are measured in the same repeats, before or after in turn. Every load is compared, tensor by tensor,
+before anything counts.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import everstep
 
-from .common import MIB, Samples, Step, best, drop_caches, machine, workspace
+from .common import MIB, Samples, Step, best, drop_caches, in_turn, machine, workspace
 from .floors import Buffer, raw_read, raw_write, read_room
 from .memory import PeakWatch, resident_bytes
 from .state import BenchState, require_equal
@@ -26,7 +25,8 @@ POLL_S = 0.05
 
 
 def run_save_load(size_mib: int, repeats: int, directory: Path | None, tell: Step) -> dict[str, Any]:
-    """All measurements of ``bench save-load``; times in seconds. Raises Mismatch where bytes come back changed."""
+    """All measurements of ``bench save-load``; times in seconds. Raises Mismatch where bytes come back
+    changed."""
     with workspace(directory) as work:
         tell("making the state")
         state = BenchState(size_mib * MIB)
@@ -64,11 +64,6 @@ def _open(root: Path) -> everstep.Checkpointer:
     return everstep.Checkpointer(root, memory=everstep.Memory(slots=3), policy=policy)
 
 
-def _in_turn(turn: int, measured: list[Callable[[], None]]) -> None:
-    for measure in measured if turn % 2 == 0 else reversed(measured):
-        measure()
-
-
 class _Saves:
     """Saves, from the call's return (the snapshot is in its slot) to durable; and raw writes between them."""
 
@@ -87,7 +82,7 @@ class _Saves:
             for turn in range(repeats):
                 tell(f"save {turn + 1}")
                 self._state.change()
-                _in_turn(
+                in_turn(
                     turn,
                     [
                         lambda: self._save(ckpt, counted=True),
@@ -125,7 +120,9 @@ class _Loads:
         self.cold_by = ""
         self._state, self._trained, self._root = state, trained, root
         newest = max((root / "checkpoints").iterdir(), key=lambda path: int(path.name))
-        self._files = sorted(path for path in newest.rglob("*") if path.suffix in (".safetensors", ".msgpack"))
+        self._files = sorted(
+            path for path in newest.rglob("*") if path.suffix in (".safetensors", ".msgpack")
+        )
 
     def run(self, repeats: int, tell: Step) -> None:
         expected = self._state.hashes()
@@ -133,7 +130,7 @@ class _Loads:
         for turn in range(repeats):
             tell(f"load {turn + 1}")
             self._state.scramble()
-            _in_turn(
+            in_turn(
                 turn,
                 [
                     self._load,
@@ -155,8 +152,8 @@ class _Loads:
 def _peak(
     state: BenchState, trained: everstep.TrainState, root: Path, before: int, tell: Step
 ) -> dict[str, int]:
-    """Memory beyond the state and the slots: of trainer and agent together while saving, of a loader while loading.
-    Looking costs time, so nothing is timed here."""
+    """Memory beyond the state and the slots: of trainer and agent together while saving, of a loader while
+    loading. Looking costs time, so nothing is timed here."""
     tell("memory of a save")
     ckpt = _open(root)
     ckpt.load(trained)
@@ -176,7 +173,12 @@ def _peak(
         everstep.load(root, into=trained)
     require_equal(state.hashes(), expected, "the load whose memory was watched")
     save, load = max(0, saving.peak_bytes - before), max(0, loading.peak_bytes - before)
-    return {"save_and_load_bytes": max(save, load), "save_bytes": save, "load_bytes": load, "agent_bytes": agent}
+    return {
+        "save_and_load_bytes": max(save, load),
+        "save_bytes": save,
+        "load_bytes": load,
+        "agent_bytes": agent,
+    }
 
 
 __all__ = ["run_save_load"]

@@ -7,14 +7,14 @@ bytes; the last one is loaded back and compared before anything counts.
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import everstep
 import torch
 
-import everstep
-
-from .common import MIB, Samples, Step, best, machine, workspace
+from .common import MIB, Samples, Step, best, in_turn, machine, workspace
 from .floors import CopyFloor
 from .state import BenchState, hashes, require_equal
 
@@ -28,7 +28,8 @@ COMPUTE_WIDTH = 256
 
 
 def run_stall(size_mib: int, repeats: int, directory: Path | None, tell: Step) -> dict[str, Any]:
-    """All measurements of ``bench stall``; times in seconds. Raises Mismatch where bytes come back changed."""
+    """All measurements of ``bench stall``; times in seconds. Raises Mismatch where bytes come back
+    changed."""
     with workspace(directory) as work:
         tell("making the state")
         state = BenchState(size_mib * MIB)
@@ -83,13 +84,14 @@ def _eager(
             tell(f"eager snapshot {turn + 1}")
             state.change()
             step += 1
-            measured = [
-                lambda: floors["fused_copy"].time(floor.fused),
-                lambda: floors["copy_one_by_one"].time(floor.one_by_one),
-                lambda step=step: eager.time(lambda: ckpt.step(step, trained)),
-            ]
-            for measure in measured if turn % 2 == 0 else reversed(measured):
-                measure()
+            in_turn(
+                turn,
+                [
+                    partial(floors["fused_copy"].time, floor.fused),
+                    partial(floors["copy_one_by_one"].time, floor.one_by_one),
+                    partial(eager.time, ckpt.step, step, trained),
+                ],
+            )
         _check(ckpt, root, state, trained, step)
     finally:
         ckpt.close(flush=False)
@@ -118,8 +120,8 @@ def _check(
 
 
 def _overlap(state: BenchState, repeats: int, root: Path, eager_s: float, tell: Step) -> dict[str, Samples]:
-    """Snapshots whose copy hides behind computing: the call, the wait in the optimizer's hook, and the computing
-    beside a copy and alone."""
+    """Snapshots whose copy hides behind computing: the call, the wait in the optimizer's hook, and the
+    computing beside a copy and alone."""
     trained = _train_state(state)
     compute = _Compute(eager_s * COMPUTE_RATIO)
     found = {name: Samples() for name in ("call", "wait", "compute", "alone")}
@@ -131,7 +133,7 @@ def _overlap(state: BenchState, repeats: int, root: Path, eager_s: float, tell: 
             found["alone"].time(compute.run)
             state.change()
             step += 1
-            found["call"].time(lambda step=step: ckpt.step(step, trained))
+            found["call"].time(ckpt.step, step, trained)
             found["compute"].time(compute.run)
             found["wait"].time(state.optimizer.step)
         _check(ckpt, root, state, trained, step)
@@ -176,7 +178,7 @@ def _small(repeats: int, root: Path, tell: Step) -> Samples:
             tell(f"small tensors {turn + 1}")
             torch._foreach_add_(list(tensors.values()), 1)
             step += 1
-            samples.time(lambda step=step: ckpt.step(step, trained))
+            samples.time(ckpt.step, step, trained)
         expected = hashes(list(tensors.values()))
         torch._foreach_zero_(list(tensors.values()))
         everstep.load(root, step=step, into=trained)

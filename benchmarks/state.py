@@ -25,7 +25,11 @@ class StillAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8})
         for group in self.param_groups:
             for p in group["params"]:
-                self.state[p] = {"step": torch.tensor(1.0), "exp_avg": random_like(p), "exp_avg_sq": random_like(p)}
+                self.state[p] = {
+                    "step": torch.tensor(1.0),
+                    "exp_avg": random_like(p),
+                    "exp_avg_sq": random_like(p),
+                }
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Nothing."""
@@ -35,7 +39,9 @@ class BenchState:
     """About ``nbytes`` of fp32 tensors in a module and its optimizer."""
 
     def __init__(self, nbytes: int) -> None:
-        self.module = nn.ParameterDict({name: nn.Parameter(random(shape)) for name, shape in gpt_shapes(nbytes)})
+        self.module = nn.ParameterDict(
+            {name: nn.Parameter(random(shape)) for name, shape in gpt_shapes(nbytes)}
+        )
         self.optimizer = StillAdam(self.module.parameters())
         self.tensors: list[Tensor] = [p.data for p in self.module.parameters()]
         for state in self.optimizer.state.values():
@@ -61,7 +67,7 @@ class BenchState:
 
 def hashes(tensors: list[Tensor]) -> list[str]:
     """xxh3-128 of each tensor's bytes."""
-    return [xxhash.xxh3_128_hexdigest(t.detach().reshape(-1).view(torch.uint8).numpy()) for t in tensors]
+    return [xxhash.xxh3_128_hexdigest(t.detach().reshape(-1).view(torch.uint8).numpy().data) for t in tensors]
 
 
 def require_equal(found: list[str], expected: list[str], what: str) -> None:

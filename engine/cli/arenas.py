@@ -54,7 +54,9 @@ def memory_snapshots(directory: Path) -> list[MemorySnapshot]:
             continue
         in_use = info.owner is not None and info.owner.alive()
         found += [
-            MemorySnapshot(x.step, x.incarnation, info.rank, info.world, x.state.name.lower(), in_use, str(info.path))
+            MemorySnapshot(
+                x.step, x.incarnation, info.rank, info.world, x.state.name.lower(), in_use, str(info.path)
+            )
             for x in snapshots
         ]
     return sorted(found, key=lambda x: (x.incarnation, x.step, x.rank))

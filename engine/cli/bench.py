@@ -21,7 +21,8 @@ Example:
   everstep bench {name} --size-mib 1024 --repeats 5
 """
 
-Runner = Callable[[int, int, "Path | None", Callable[[str], None]], dict[str, Any]]
+Tell = Callable[[str], None]
+Runner = Callable[[Tell], "dict[str, Any]"]
 STAGES_PER_REPEAT = {"stall": 3, "save-load": 2}
 
 
@@ -29,7 +30,8 @@ STAGES_PER_REPEAT = {"stall": 3, "save-load": 2}
 def bench() -> None:
     """Measure everstep against what this machine can do with the same bytes.
 
-    Medians over repeats with least and greatest; the floors are measured in the same run, in turn with everstep.
+    Medians over repeats with least and greatest; the floors are measured in the same run, in turn with
+    everstep.
 
     \b
     Example:
@@ -47,7 +49,13 @@ def _options(function: Callable[..., None]) -> Callable[..., None]:
             help="Where to write; default: the current directory.",
         ),
         click.option("--repeats", type=click.IntRange(1, 1000), default=5, show_default=True),
-        click.option("--size-mib", type=click.IntRange(1, 1 << 20), default=1024, show_default=True, help="Size of the state."),
+        click.option(
+            "--size-mib",
+            type=click.IntRange(1, 1 << 20),
+            default=1024,
+            show_default=True,
+            help="Size of the state.",
+        ),
     ):
         function = option(function)
     return function
@@ -58,17 +66,18 @@ def _options(function: Callable[..., None]) -> Callable[..., None]:
 def stall(size_mib: int, repeats: int, directory: Path | None, as_json: bool) -> None:
     """How long training stands still for a snapshot.
 
-    blocking_vs_copy compares an eager snapshot with a plain multi-threaded copy of the same bytes into memory that
-    is there already; overlap_blocking_vs_copy a snapshot that is copied while training goes on (the call, plus what
-    the optimizer had to wait); small_tensors_s is a snapshot of 10,000 tensors of 256 bytes.
+    blocking_vs_copy compares an eager snapshot with a plain multi-threaded copy of the same bytes into
+    memory that is there already; overlap_blocking_vs_copy a snapshot that is copied while training goes on
+    (the call, plus what the optimizer had to wait); small_tensors_s is a snapshot of 10,000 tensors of 256
+    bytes.
     """
 
-    def runner(*args: Any) -> dict[str, Any]:
+    def runner(tell: Tell) -> dict[str, Any]:
         from everstep.benchmarks.stall import run_stall
 
-        return run_stall(*args)
+        return run_stall(size_mib, repeats, directory, tell)
 
-    _run("stall", runner, size_mib, repeats, directory, as_json)
+    _run("stall", runner, repeats, as_json)
 
 
 @command("save-load", epilog=EPILOG.format(name="save-load"))
@@ -76,24 +85,25 @@ def stall(size_mib: int, repeats: int, directory: Path | None, as_json: bool) ->
 def save_load(size_mib: int, repeats: int, directory: Path | None, as_json: bool) -> None:
     """How fast a snapshot becomes durable, and comes back.
 
-    flush_vs_raw_write compares the time from snapshot to durable commit (hashes, fsync of files and directories) with
-    a raw write and fsync of the same bytes; load_vs_raw_read a cold, verified load into existing tensors with a raw
-    cold read; peak_extra_mib is the memory of trainer and agent beyond the state and the slots.
+    flush_vs_raw_write compares the time from snapshot to durable commit (hashes, fsync of files and
+    directories) with a raw write and fsync of the same bytes; load_vs_raw_read a cold, verified load into
+    existing tensors with a raw cold read; peak_extra_mib is the memory of trainer and agent beyond the state
+    and the slots.
     """
 
-    def runner(*args: Any) -> dict[str, Any]:
+    def runner(tell: Tell) -> dict[str, Any]:
         from everstep.benchmarks.save_load import run_save_load
 
-        return run_save_load(*args)
+        return run_save_load(size_mib, repeats, directory, tell)
 
-    _run("save-load", runner, size_mib, repeats, directory, as_json)
+    _run("save-load", runner, repeats, as_json)
 
 
 bench.add_command(stall)
 bench.add_command(save_load)
 
 
-def _run(name: str, runner: Runner, size_mib: int, repeats: int, directory: Path | None, as_json: bool) -> None:
+def _run(name: str, runner: Runner, repeats: int, as_json: bool) -> None:
     with answering(as_json) as answer:
         from everstep.benchmarks.common import Mismatch
 
@@ -105,7 +115,7 @@ def _run(name: str, runner: Runner, size_mib: int, repeats: int, directory: Path
                 bar.update(1)
 
             try:
-                found = runner(size_mib, repeats, directory, tell)
+                found = runner(tell)
             except Mismatch as error:
                 click.echo(f"error: {error}", err=True)
                 sys.exit(FAILED)
@@ -122,8 +132,8 @@ def _as_text(found: dict[str, Any]) -> str:
             f"{found['repeats']} repeats",
             table(("result", "value"), headline, right=(1,)),
             table(("measured", "median", "least", "greatest", "rate"), samples, right=(1, 2, 3, 4)),
-            f"{m['cores']} cores, {human_bytes(m['memory_bytes'])}, Python {m['python']}, torch {m['torch']}, "
-            f"{m['file_system']}",
+            f"{m['cores']} cores, {human_bytes(m['memory_bytes'])}, Python {m['python']}, "
+            f"torch {m['torch']}, {m['file_system']}",
             *([f"cold by {found['cold_by']}"] if found.get("cold_by") else []),
             found["checked"],
         ]

@@ -36,8 +36,8 @@ Example:
 def clean_memory(run: str | None, memory: Path, as_json: bool) -> None:
     """Remove snapshots in shared memory that no living process uses.
 
-    A killed run leaves its newest snapshots in memory so that it can go on from them; this gives the memory back,
-    and the run then goes on from disk. What a living process owns or reads is never touched.
+    A killed run leaves its newest snapshots in memory so that it can go on from them; this gives the memory
+    back, and the run then goes on from disk. What a living process owns or reads is never touched.
     """
     with answering(as_json) as answer:
         from everstep.memory.directory import clean, find_arenas

@@ -32,15 +32,17 @@ Example:
 @command("demo", epilog=EPILOG)
 @click.option("--ranks", type=int, default=2, show_default=True, help="Processes that train together.")
 @click.option("--steps", type=int, default=100, show_default=True, help="Optimizer steps of the whole run.")
-@click.option("--keep", type=click.Path(path_type=Path, file_okay=False), help="Keep runs and logs in this directory.")
+@click.option(
+    "--keep", type=click.Path(path_type=Path, file_okay=False), help="Keep runs and logs in this directory."
+)
 @json_option
 def demo(ranks: int, steps: int, keep: Path | None, as_json: bool) -> None:
     """Train a small GPT, kill it in three ways, and compare with a run that nothing disturbed.
 
-    A byte-level GPT learns the source text of Python's standard library under torchrun, in DDP over gloo, with a
-    snapshot in memory at every step. It is killed (a) in one rank, (b) as a whole node with its memory, (c) as a
-    whole node in the middle of a flush. Its losses and final weights must be those of the undisturbed run, bit for
-    bit.
+    A byte-level GPT learns the source text of Python's standard library under torchrun, in DDP over gloo,
+    with a snapshot in memory at every step. It is killed (a) in one rank, (b) as a whole node with its
+    memory, (c) as a whole node in the middle of a flush. Its losses and final weights must be those of the
+    undisturbed run, bit for bit.
     """
     with answering(as_json) as answer:
         from everstep.demo.story import Plan, tell_story
@@ -93,20 +95,33 @@ def _incident(incident: Incident) -> dict[str, Any]:
         "steps_lost": incident.lost,
         "recover_seconds": incident.seconds,
         "load_seconds": incident.load_seconds,
-        "half_flush": None if incident.half is None else {"step": incident.half[1], "files": incident.half_files},
+        "half_flush": None
+        if incident.half is None
+        else {"step": incident.half[1], "files": incident.half_files},
     }
 
 
 def _as_text(story: Story, keep: Path | None) -> str:
     rows = [
-        (x.name, x.completed, x.resumed, x.tier, x.lost, f"{x.seconds:.1f} s", f"{x.load_seconds * 1000:.0f} ms")
+        (
+            x.name,
+            x.completed,
+            x.resumed,
+            x.tier,
+            x.lost,
+            f"{x.seconds:.1f} s",
+            f"{x.load_seconds * 1000:.0f} ms",
+        )
         for x in story.incidents
     ]
     headers = ("incident", "at step", "resumed at", "from", "steps lost", "back after", "of it load")
     lines = [table(headers, rows, right=(1, 2, 4, 5, 6)), ""]
     lines += [f"{'ok ' if check.holds else 'BAD'}  {check.what}: {check.found}" for check in story.checks]
     again = story.comparisons[0].again if story.comparisons else 0
-    lines += ["", f"{again} losses were computed twice, by a killed process and after it; they are equal, too."]
+    lines += [
+        "",
+        f"{again} losses were computed twice, by a killed process and after it; they are equal, too.",
+    ]
     verdict = "everything holds" if story.good else "NOT everything holds"
     lines.append(f"{verdict} ({story.plan.ranks} ranks, {story.plan.steps} steps, {story.seconds:.0f} s)")
     if keep is not None:

@@ -25,9 +25,13 @@ json_option: Callable[[Command], Command] = click.option(
 )
 
 
-def command(name: str, *, epilog: str, cls: type[click.Command] = click.Command) -> Callable[..., click.Command]:
+def command(
+    name: str, *, epilog: str, cls: type[click.Command] = click.Command
+) -> Callable[..., click.Command]:
     """A command whose help ends with ``epilog``: its exit codes and an example, lines kept as they are."""
-    return click.command(name, cls=cls, epilog="\b\n" + epilog, context_settings={"help_option_names": ["-h", "--help"]})
+    return click.command(
+        name, cls=cls, epilog="\b\n" + epilog, context_settings={"help_option_names": ["-h", "--help"]}
+    )
 
 
 class Answer:
@@ -45,7 +49,9 @@ class Answer:
 
 
 @contextlib.contextmanager
-def answering(as_json: bool, *, exit_code: Callable[[EverstepError], int] = lambda error: FAILED) -> Iterator[Answer]:
+def answering(
+    as_json: bool, *, exit_code: Callable[[EverstepError], int] = lambda error: FAILED
+) -> Iterator[Answer]:
     """Turn errors of everstep and of its backends into one message on standard error and an exit code.
 
     With ``--json`` the error stands on standard output, too, as ``{"error": {...}}``.
@@ -60,7 +66,9 @@ def answering(as_json: bool, *, exit_code: Callable[[EverstepError], int] = lamb
     except BackendError as error:
         _fail(BadOption(str(error)), as_json, exit_code(BadOption(str(error))))
     except ModuleNotFoundError as error:
-        missing = EverstepError(f"this command needs {error.name}, which is not installed", hint="pip install it.")
+        missing = EverstepError(
+            f"this command needs {error.name}, which is not installed", hint="pip install it."
+        )
         _fail(missing, as_json, exit_code(missing))
 
 
@@ -90,7 +98,9 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, right: Se
     widths = [max(len(line[i]) for line in [list(headers), *cells]) for i in range(len(headers))]
 
     def line(row: Sequence[str]) -> str:
-        parts = [x.rjust(w) if i in right else x.ljust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))]
+        parts = [
+            x.rjust(w) if i in right else x.ljust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))
+        ]
         return "  ".join(parts).rstrip()
 
     return "\n".join(line(row) for row in [list(headers), *cells])

@@ -36,8 +36,8 @@ class FsckCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
-            error.exit_code = WRONG_CALL
-            raise
+            error.show()
+            raise click.exceptions.Exit(WRONG_CALL) from error
 
 
 @command("fsck", epilog=EPILOG, cls=FsckCommand)
@@ -48,8 +48,8 @@ class FsckCommand(click.Command):
 def fsck(run: str, step: int | None, quick: bool, as_json: bool) -> None:
     """Prove RUN, a directory: every record, decision, vote, layout and chunk against the hashes that name it.
 
-    Reads only, and may run beside a live run. Files of a writer that died, or that is at work, are told and are no
-    damage.
+    Reads only, and may run beside a live run. Files of a writer that died, or that is at work, are told and
+    are no damage.
     """
     with answering(as_json, exit_code=_code_of) as answer:
         from everstep.store.findings import exit_code
@@ -123,6 +123,8 @@ def _as_text(run: str, quick: bool, findings: list[Finding], code: int) -> str:
         lines.append(f"{finding.severity.value}: {finding.name}: {finding.message}")
         if finding.hurts:
             lines.append(f"    {finding.hurts}")
-    verdict = {0: "clean", 4: "DAMAGED", CANNOT_TELL: "cannot tell"}.get(code, "DAMAGED, and more that cannot be told")
+    verdict = {0: "clean", 4: "DAMAGED", CANNOT_TELL: "cannot tell"}.get(
+        code, "DAMAGED, and more that cannot be told"
+    )
     lines.append(f"{run}: {verdict}" + (" (images' bytes not read)" if quick else ""))
     return "\n".join(lines)

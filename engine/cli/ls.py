@@ -42,8 +42,8 @@ Example:
 def ls(run: str, metrics: bool, memory: Path, as_json: bool) -> None:
     """List the checkpoints of RUN, a directory, on disk and in this node's memory.
 
-    A checkpoint is "in lineage" if a load may take it: a step that a later resume went back before is not. What was
-    begun and never committed is no checkpoint; it is counted below the table.
+    A checkpoint is "in lineage" if a load may take it: a step that a later resume went back before is not.
+    What was begun and never committed is no checkpoint; it is counted below the table.
     """
     with answering(as_json) as answer:
         found = survey(run)
@@ -60,7 +60,9 @@ def _as_json(found: Survey, snapshots: list[MemorySnapshot]) -> dict[str, Any]:
         "run": found.url,
         "run_id": found.run.run_id,
         "newest": None if newest is None else newest.manifest.step,
-        "checkpoints": [{**describe(one.manifest), "in_lineage": one.in_lineage} for one in found.checkpoints],
+        "checkpoints": [
+            {**describe(one.manifest), "in_lineage": one.in_lineage} for one in found.checkpoints
+        ],
         "memory": [dataclasses.asdict(snapshot) for snapshot in snapshots],
         "undecided": [{"step": x.step, "incarnation": x.incarnation} for x in found.undecided],
         "removing": [{"step": x.step, "incarnation": x.incarnation} for x in found.removing],
@@ -94,7 +96,13 @@ def _as_text(found: Survey, snapshots: list[MemorySnapshot], metrics: bool) -> s
         blocks.append("no checkpoint on disk yet")
     if snapshots:
         blocks.append("in this node's memory:\n" + _memory_table(snapshots))
-    notes = [_count(len(found.undecided), "flush was begun and is not committed", "flushes were begun and are not committed")]
+    notes = [
+        _count(
+            len(found.undecided),
+            "flush was begun and is not committed",
+            "flushes were begun and are not committed",
+        )
+    ]
     notes += [_count(len(found.removing), "checkpoint is being removed", "checkpoints are being removed")]
     notes += [f"{len(found.unreadable)} cannot be read, see below" if found.unreadable else ""]
     if any(notes):
@@ -120,7 +128,13 @@ def _memory_table(snapshots: list[MemorySnapshot]) -> str:
     for snapshot in snapshots:
         groups.setdefault((snapshot.incarnation, snapshot.step, snapshot.world), []).append(snapshot)
     rows = [
-        (step, incarnation, world, ",".join(str(x.rank) for x in some), "yes" if any(x.in_use for x in some) else "no")
+        (
+            step,
+            incarnation,
+            world,
+            ",".join(str(x.rank) for x in some),
+            "yes" if any(x.in_use for x in some) else "no",
+        )
         for (incarnation, step, world), some in groups.items()
     ]
     return table(("step", "incarnation", "world", "ranks here", "in use"), rows, right=(0, 1, 2))

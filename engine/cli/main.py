@@ -1,7 +1,7 @@
 """The command ``everstep``: finds its subcommands by name and imports only the one that runs.
 
-Nothing here, nor in the subcommands' modules at import, may import torch or numpy: ``ls``, ``show`` and ``fsck``
-run where torch is not installed, and help is there at once.
+Nothing here, nor in the subcommands' modules at import, may import torch or numpy: ``ls``, ``show`` and
+``fsck`` run where torch is not installed, and help is there at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ COMMANDS = {
     "fsck": _Entry("fsck", "fsck", "Check every byte of a run against its hashes."),
     "clean-memory": _Entry("clean", "clean_memory", "Remove snapshots in memory that no process uses."),
     "demo": _Entry("demo", "demo", "Train, kill three ways, resume, compare bit for bit."),
-    "bench": _Entry("bench", "bench", "Measure snapshots, flushes and loads against what the machine can do."),
+    "bench": _Entry(
+        "bench", "bench", "Measure snapshots, flushes and loads against what the machine can do."
+    ),
 }
 
 

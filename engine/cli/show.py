@@ -37,7 +37,9 @@ Example:
 @command("show", epilog=EPILOG)
 @click.argument("run")
 @click.argument("step", type=click.IntRange(min=0), required=False)
-@click.option("--values", is_flag=True, help="Show the plain values, too: counters, positions, hyper-parameters.")
+@click.option(
+    "--values", is_flag=True, help="Show the plain values, too: counters, positions, hyper-parameters."
+)
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Whose values.")
 @json_option
 def show(run: str, step: int | None, values: bool, rank: int, as_json: bool) -> None:
@@ -66,7 +68,9 @@ def _choose(found: Survey, step: int | None) -> Listed | None:
                 raise error
         raise NoCheckpoint(
             f"{found.url} has no checkpoint of step {step}",
-            found=f"{len(there)} checkpoints, steps {min(there)} to {max(there)}" if there else "no checkpoint",
+            found=f"{len(there)} checkpoints, steps {min(there)} to {max(there)}"
+            if there
+            else "no checkpoint",
             hint="everstep ls lists them.",
             step=step,
         )
@@ -108,7 +112,11 @@ async def _read_detail(backend: Backend, chunk_bytes: int, manifest: Manifest, r
         _add_sizes(detail, layouts[record.layout_hash], record.images)
     if rank is not None:
         if rank not in {record.rank for record in manifest.ranks}:
-            raise NoCheckpoint(f"step {manifest.step} has no rank {rank}", found=f"{manifest.world} ranks", step=manifest.step)
+            raise NoCheckpoint(
+                f"step {manifest.step} has no rank {rank}",
+                found=f"{manifest.world} ranks",
+                step=manifest.step,
+            )
         source = DurableSource(backend, manifest, chunk_bytes)
         detail.values = _plain_values(await source.state(rank), await source.layout(rank))
     return detail
@@ -152,7 +160,9 @@ def readable(value: Any, depth: int = 0) -> Any:
         return cut
     if isinstance(value, (list, tuple, set, frozenset)):
         items = [readable(item, depth + 1) for item in list(value)[:VALUES_ITEMS_MAX]]
-        return [*items, f"... {len(value) - VALUES_ITEMS_MAX} more"] if len(value) > VALUES_ITEMS_MAX else items
+        return (
+            [*items, f"... {len(value) - VALUES_ITEMS_MAX} more"] if len(value) > VALUES_ITEMS_MAX else items
+        )
     type_name = getattr(value, "type_name", None)
     if type_name is not None:
         return {"<type>": type_name, "value": readable(value.value, depth + 1)}
@@ -185,7 +195,9 @@ def _as_json(found: Survey, chosen: Listed | None, detail: Detail | None) -> dic
 def _as_text(found: Survey, chosen: Listed | None, detail: Detail | None) -> str:
     run = found.run
     chunk = human_bytes(run.chunk_bytes)
-    blocks = [f"run {run.run_id}, format {run.format}, {run.hash_id}, chunks of {chunk}, created {run.created}"]
+    blocks = [
+        f"run {run.run_id}, format {run.format}, {run.hash_id}, chunks of {chunk}, created {run.created}"
+    ]
     headers = ("incarnation", "from", "world", "config", "process", "created")
     rows = [_incarnation(record) for record in found.incarnations]
     if rows:
@@ -195,7 +207,8 @@ def _as_text(found: Survey, chosen: Listed | None, detail: Detail | None) -> str
         return "\n\n".join(blocks)
     blocks.append(_manifest_text(chosen))
     sizes = [
-        (part, dtype, tensors, human_bytes(nbytes)) for (part, dtype), (tensors, nbytes) in detail.by_dtype.items()
+        (part, dtype, tensors, human_bytes(nbytes))
+        for (part, dtype), (tensors, nbytes) in detail.by_dtype.items()
     ]
     blocks.append(table(("part", "dtype", "tensors", "size"), sizes, right=(2, 3)))
     if detail.values is not None:
@@ -211,7 +224,14 @@ def _incarnation(record: IncarnationRecord) -> tuple[object, ...]:
     config = (record.config_hash or "none")[:8]
     if record.config_changes:
         config += f" ({len(record.config_changes)} changed: {record.config_reason})"
-    return record.number, origin, record.world, config, f"{record.writer.pid} on {record.writer.host}", record.created
+    return (
+        record.number,
+        origin,
+        record.world,
+        config,
+        f"{record.writer.pid} on {record.writer.host}",
+        record.created,
+    )
 
 
 def _manifest_text(chosen: Listed) -> str:

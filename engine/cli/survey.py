@@ -27,8 +27,8 @@ class Listed:
 
 @dataclass
 class Survey:
-    """A run. ``undecided`` were begun and not committed (or given up), ``removing`` bear a tombstone; neither are
-    checkpoints. ``unreadable`` cannot be judged: the name of the directory, and why."""
+    """A run. ``undecided`` were begun and not committed (or given up), ``removing`` bear a tombstone;
+    neither are checkpoints. ``unreadable`` cannot be judged: the name of the directory, and why."""
 
     url: str
     run: RunRecord

@@ -37,13 +37,17 @@ def compare_losses(reference: list[list[Life]], disturbed: list[list[Life]], ste
                 compared += step not in seen
                 seen.add(step)
                 if wanted.get(step) != loss:
-                    differing.append(f"rank {rank}, step {step}: {_shown(wanted.get(step))} became {_shown(loss)}")
+                    differing.append(
+                        f"rank {rank}, step {step}: {_shown(wanted.get(step))} became {_shown(loss)}"
+                    )
         missing = set(range(1, steps + 1)) - seen
         differing += [f"rank {rank}, step {step}: missing" for step in sorted(missing)]
     return Comparison("losses", compared, again, tuple(differing[:SHOWN_MAX]))
 
 
-def compare_ends(reference: list[list[Life]], disturbed: list[list[Life]], prefix: str, what: str) -> Comparison:
+def compare_ends(
+    reference: list[list[Life]], disturbed: list[list[Life]], prefix: str, what: str
+) -> Comparison:
     """The final live objects below ``prefix`` ("/model"), leaf by leaf, on every rank."""
     compared = 0
     differing: list[str] = []

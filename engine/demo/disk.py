@@ -22,7 +22,8 @@ Checkpoint = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One look at the run's directory: what is committed (oldest first), and what was begun but is undecided."""
+    """One look at the run's directory: what is committed (oldest first), and what was begun but is
+    undecided."""
 
     committed: tuple[Checkpoint, ...]
     undecided: tuple[Checkpoint, ...]
@@ -74,7 +75,9 @@ async def _adoptions(root: Path) -> list[Checkpoint | None]:
     finally:
         await backend.close()
     return [
-        None if r.adopted_incarnation is None or r.adopted_step is None else (r.adopted_incarnation, r.adopted_step)
+        None
+        if r.adopted_incarnation is None or r.adopted_step is None
+        else (r.adopted_incarnation, r.adopted_step)
         for r in records
     ]
 

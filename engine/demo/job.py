@@ -1,7 +1,7 @@
 """Starting the training job under torchrun, watching it, and killing it: a rank, or the whole node.
 
-Only processes that this one started are ever killed: torchrun, its descendants, and the agent that the job's own
-ranks named; each by its process id together with its start time.
+Only processes that this one started are ever killed: torchrun, its descendants, and the agent that the job's
+own ranks named; each by its process id together with its start time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,16 @@ class Job:
         self._tick = tick
         self._before = [len(read_lives(out, rank)) for rank in range(ranks)]
         self._agents: dict[int, Process] = {}
-        arguments = ["--root", str(root), "--out", str(out), "--steps", str(steps), "--flush-every", str(flush_every)]
+        arguments = [
+            "--root",
+            str(root),
+            "--out",
+            str(out),
+            "--steps",
+            str(steps),
+            "--flush-every",
+            str(flush_every),
+        ]
         if rate_bytes_per_s is not None:
             arguments += ["--rate", str(rate_bytes_per_s)]
         with log.open("wb") as stream:
@@ -152,7 +161,12 @@ class Job:
 def _torchrun(ranks: int) -> list[str]:
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes=1", f"--nproc-per-node={ranks}", f"--max-restarts={RESTARTS_MAX}", "--monitor-interval=0.1"),
+        *(
+            "--nnodes=1",
+            f"--nproc-per-node={ranks}",
+            f"--max-restarts={RESTARTS_MAX}",
+            "--monitor-interval=0.1",
+        ),
         *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"),
     ]
 

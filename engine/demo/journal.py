@@ -1,7 +1,7 @@
 """What each rank of the job writes down as it goes, one JSON line a fact, and how the story reads it.
 
-One ``write`` call per line on a file opened for appending: a killed process leaves whole lines only. The reading
-side needs no torch.
+One ``write`` call per line on a file opened for appending: a killed process leaves whole lines only. The
+reading side needs no torch.
 """
 
 from __future__ import annotations

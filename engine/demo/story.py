@@ -43,17 +43,24 @@ class Plan:
     @classmethod
     def make(cls, ranks: int, steps: int) -> Plan:
         if not 1 <= ranks <= RANKS_MAX:
-            raise BadOption("the demonstration's number of ranks is out of range", found=ranks, expected=f"1 to {RANKS_MAX}")
+            raise BadOption(
+                "the demonstration's number of ranks is out of range",
+                found=ranks,
+                expected=f"1 to {RANKS_MAX}",
+            )
         if steps < STEPS_MIN:
-            raise BadOption("too few steps for three incidents", found=steps, expected=f"at least {STEPS_MIN}")
+            raise BadOption(
+                "too few steps for three incidents", found=steps, expected=f"at least {STEPS_MIN}"
+            )
         return cls(ranks, steps, max(2, steps // 10), steps // 4, steps // 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """One kill and what came of it. ``lost`` counts steps that all ranks had completed and that had to be computed
-    again; ``seconds`` runs from the kill to the first step that all ranks completed after it, the start of new
-    processes included; ``load_seconds`` is the restore alone. ``half_files`` lay on disk of an undecided flush."""
+    """One kill and what came of it. ``lost`` counts steps that all ranks had completed and that had to be
+    computed again; ``seconds`` runs from the kill to the first step that all ranks completed after it, the
+    start of new processes included; ``load_seconds`` is the restore alone. ``half_files`` lay on disk of an
+    undecided flush."""
 
     name: str
     tier: str | None
@@ -92,7 +99,8 @@ class Story:
 
 
 def tell_story(plan: Plan, directory: Path, tell: Tell) -> Story:
-    """Run everything in ``directory`` (empty or absent). Raises JobFailed where the job does not do its part."""
+    """Run everything in ``directory`` (empty or absent). Raises JobFailed where the job does not do its
+    part."""
     if directory.exists() and any(directory.iterdir()):
         raise BadOption("the demonstration wants an empty directory", found=str(directory))
     directory = directory.resolve()
@@ -109,7 +117,8 @@ def tell_story(plan: Plan, directory: Path, tell: Tell) -> Story:
 
 @contextmanager
 def _runtime() -> Iterator[dict[str, str]]:
-    """The jobs' environment: the agents' own directory, removed in the end; one thread; the loopback device."""
+    """The jobs' environment: the agents' own directory, removed in the end; one thread; the loopback
+    device."""
     directory = tempfile.mkdtemp(prefix="everstep-demo-", dir="/var/tmp")
     environment = {"EVERSTEP_RUNTIME_DIR": directory, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     if os.path.isdir("/sys/class/net/lo"):
@@ -194,7 +203,8 @@ def _disturbed(stage: _Stage, story: Story) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Killed:
-    """A kill whose outcome is not known yet. ``lives`` is how many processes rank 0 had before, of the run."""
+    """A kill whose outcome is not known yet. ``lives`` is how many processes rank 0 had before, of the
+    run."""
 
     name: str
     at: float
@@ -214,8 +224,12 @@ def _kill_one_rank(stage: _Stage, story: Story, job: Job) -> None:
     completed = min(life.newest for life in before)
     _settle(stage, story, job, _Killed("one rank killed", at, completed, None), life=1)
     incident = story.incidents[-1]
-    story.checks.append(Check("one rank killed: resumed from memory", incident.tier == "memory", str(incident.tier)))
-    story.checks.append(Check("one rank killed: no completed step lost", incident.lost == 0, f"{incident.lost} lost"))
+    story.checks.append(
+        Check("one rank killed: resumed from memory", incident.tier == "memory", str(incident.tier))
+    )
+    story.checks.append(
+        Check("one rank killed: no completed step lost", incident.lost == 0, f"{incident.lost} lost")
+    )
 
 
 def _lose_node(stage: _Stage, story: Story, job: Job) -> _Killed:
@@ -248,7 +262,9 @@ def _lose_node_in_flush(stage: _Stage, story: Story, job: Job, before: tuple[Che
     killed = _end_of_node("node lost during a flush", stage, job)
     halves = begun()
     story.checks.append(
-        Check("half a flush lay on disk, undecided", len(halves) == 1, ", ".join(map(_shown, halves)) or "none")
+        Check(
+            "half a flush lay on disk, undecided", len(halves) == 1, ", ".join(map(_shown, halves)) or "none"
+        )
     )
     if not halves:
         return killed
@@ -270,7 +286,9 @@ def _resumed(stage: _Stage, story: Story, job: Job, killed: _Killed) -> None:
     job.wait("the first step after a resume", lambda: _going(job, lives=1))
     _settle(stage, story, job, killed, life=0)
     incident = story.incidents[-1]
-    story.checks.append(Check(f"{killed.name}: resumed from disk", incident.tier == "durable", str(incident.tier)))
+    story.checks.append(
+        Check(f"{killed.name}: resumed from disk", incident.tier == "durable", str(incident.tier))
+    )
     adopted = adoptions(stage.root("disturbed"))[-1]
     story.checks.append(
         Check(
@@ -316,12 +334,18 @@ def _compare(stage: _Stage, story: Story) -> None:
         compare_ends(reference, disturbed, "/optimizer", "final optimizer state"),
     ]
     for comparison in story.comparisons:
-        found = f"{comparison.compared} equal" if comparison.equal else "; ".join(comparison.differing) or "nothing"
+        found = (
+            f"{comparison.compared} equal"
+            if comparison.equal
+            else "; ".join(comparison.differing) or "nothing"
+        )
         story.checks.append(Check(f"{comparison.what} equal, bit for bit", comparison.equal, found))
     halves = [incident.half for incident in story.incidents if incident.half is not None]
     root = stage.root("disturbed")
     seen = [half for half in halves if half in look(root).committed or half in adoptions(root)]
-    story.checks.append(Check("the half flush was never seen", bool(halves) and not seen, f"{len(seen)} seen"))
+    story.checks.append(
+        Check("the half flush was never seen", bool(halves) and not seen, f"{len(seen)} seen")
+    )
 
 
 def _shown(checkpoint: Any) -> str:

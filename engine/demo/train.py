@@ -1,7 +1,8 @@
 """The training job of the demonstration: a byte-level GPT under DistributedDataParallel.
 
 It is also the example of how a job adopts everstep. Everything that makes it go on after a kill stands in
-:func:`train`, between the comments "everstep 1" to "everstep 4"; the journal is there for the comparison only.
+:func:`train`, between the comments "everstep 1" to "everstep 4"; the journal is there for the comparison
+only.
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 -m everstep.demo.train --root runs/gpt --out out
 """
@@ -13,11 +14,10 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import everstep
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-
-import everstep
 
 from .corpus import stdlib_text
 from .fingerprint import fingerprints
@@ -59,8 +59,9 @@ def train(settings: Settings, places: Places) -> None:
     """One rank's part of the job, from wherever the run stands to its end."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(settings.seed)
-    # find_unused_parameters: with it DDP never regroups its gradient buckets after the first step, so more than two
-    # ranks add each gradient in the same order before and after a resume. Two ranks would not need it.
+    # find_unused_parameters: with it DDP never regroups its gradient buckets after the first step, so more
+    # than two ranks add each gradient in the same order before and after a resume. Two ranks would not need
+    # it.
     model = DistributedDataParallel(
         GPT(
             width=settings.width,
@@ -73,14 +74,23 @@ def train(settings: Settings, places: Places) -> None:
     )
     torch.manual_seed(settings.seed + 1 + rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=settings.lr, total_steps=settings.steps + 1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=settings.lr, total_steps=settings.steps + 1
+    )
     loader = ShuffledWindows(
-        stdlib_text(), length=settings.length, batch=settings.batch, rank=rank, world=world, seed=settings.seed
+        stdlib_text(),
+        length=settings.length,
+        batch=settings.batch,
+        rank=rank,
+        world=world,
+        seed=settings.seed,
     )
     journal = Journal(places.out, rank)
 
     # everstep 1: say what the state is, once.
-    state = everstep.TrainState(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, rng=True)
+    state = everstep.TrainState(
+        model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, rng=True
+    )
     # everstep 2: open the run. Every step goes to memory, every flush_every-th to disk.
     policy = everstep.Policy(
         snapshot_every=1,
@@ -108,17 +118,25 @@ def _note_start(journal: Journal, recovery: everstep.Recovery | None, step: int)
     if recovery is None:
         journal.started(step=step, tier=None, seconds=0.0)
     else:
-        journal.started(step=step, tier=recovery.tier, seconds=recovery.seconds, skipped=tuple(recovery.skipped))
+        journal.started(
+            step=step, tier=recovery.tier, seconds=recovery.seconds, skipped=tuple(recovery.skipped)
+        )
 
 
 def main(argv: list[str] | None = None) -> None:
     """The command line that the launcher starts in every rank."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--root", type=Path, required=True, help="directory of the run")
     parser.add_argument("--out", type=Path, required=True, help="directory of the ranks' journals")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--flush-every", type=int, default=10, help="steps from one disk checkpoint to the next")
-    parser.add_argument("--rate", type=float, default=None, help="limit of the writes to disk, bytes per second")
+    parser.add_argument(
+        "--flush-every", type=int, default=10, help="steps from one disk checkpoint to the next"
+    )
+    parser.add_argument(
+        "--rate", type=float, default=None, help="limit of the writes to disk, bytes per second"
+    )
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=RANK_TIMEOUT)
