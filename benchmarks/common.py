@@ -1,0 +1,123 @@
+"""What the benchmarks share: samples, the machine, cold caches."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+REPEATS_MAX = 1000
+SIZE_MIB_MAX = 1 << 20
+
+Step = Callable[[str], None]
+"""Told what is being measured next (a progress bar's business)."""
+
+
+@dataclass
+class Samples:
+    """Seconds of one thing, measured several times."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    def time(self, work: Callable[..., Any], *args: Any) -> None:
+        """Run ``work(*args)`` once more and keep how long it took."""
+        begun = time.perf_counter()
+        work(*args)
+        self.seconds.append(time.perf_counter() - begun)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def summary(self, nbytes: int | None = None) -> dict[str, float]:
+        """Median, least and greatest, in seconds; with ``nbytes`` also the median rate in bytes per
+        second."""
+        found = {"median_s": self.median, "min_s": min(self.seconds), "max_s": max(self.seconds)}
+        if nbytes is not None:
+            found["bytes_per_s"] = nbytes / self.median
+        return found
+
+
+def in_turn(turn: int, measured: Sequence[Callable[[], Any]]) -> None:
+    """Call all of ``measured``, in every other turn backwards: none always comes first."""
+    for measure in measured if turn % 2 == 0 else reversed(measured):
+        measure()
+
+
+def best(*floors: Samples) -> Samples:
+    """The floor with the least median."""
+    return min(floors, key=lambda samples: samples.median)
+
+
+class Mismatch(AssertionError):
+    """What came back is not what was given: the measurement does not count."""
+
+
+def machine(directory: Path) -> dict[str, Any]:
+    """The machine that the numbers belong to."""
+    import torch
+
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "kernel": platform.release(),
+        "file_system": file_system(directory),
+        "directory": str(directory),
+    }
+
+
+def file_system(directory: Path) -> str:
+    """Type and device of the file system that holds ``directory``."""
+    path = directory.resolve()
+    best_mount, found = Path(), "unknown"
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        device, mount_text, kind = line.split()[:3]
+        mount = Path(mount_text.encode().decode("unicode_escape"))
+        if path.is_relative_to(mount) and len(mount.parts) >= len(best_mount.parts):
+            best_mount, found = mount, f"{kind} on {device}"
+    return found
+
+
+def drop_caches(files: Iterable[Path]) -> str:
+    """Make reads of ``files`` cold: what was done, for the report."""
+    for path in files:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+    try:
+        with open("/proc/sys/vm/drop_caches", "w") as control:
+            control.write("1\n")
+    except OSError as error:
+        why = f"/proc/sys/vm/drop_caches could not be written: {error.strerror}"
+        return f"posix_fadvise(DONTNEED) on each file only; {why}"
+    return "posix_fadvise(DONTNEED) on each file, and /proc/sys/vm/drop_caches"
+
+
+@contextmanager
+def workspace(directory: Path | None) -> Iterator[Path]:
+    """A fresh directory below ``directory`` (the current one, if None), removed afterwards; the agents' own
+    directory lies in it, too."""
+    with tempfile.TemporaryDirectory(prefix="everstep-bench-", dir=directory or Path.cwd()) as name:
+        before = os.environ.get("EVERSTEP_RUNTIME_DIR")
+        with tempfile.TemporaryDirectory(prefix="everstep-bench-", dir="/var/tmp") as runtime:
+            os.environ["EVERSTEP_RUNTIME_DIR"] = runtime
+            try:
+                yield Path(name)
+            finally:
+                if before is None:
+                    del os.environ["EVERSTEP_RUNTIME_DIR"]
+                else:
+                    os.environ["EVERSTEP_RUNTIME_DIR"] = before

@@ -1,0 +1,5 @@
+"""``python -m everstep.cli``."""
+
+from .main import main
+
+main(prog_name="everstep")

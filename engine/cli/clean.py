@@ -1,0 +1,60 @@
+"""``everstep clean-memory``."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .arenas import MEMORY, arena_directories, directory_of_run
+from .frame import answering, command, human_bytes, json_option
+
+EPILOG = """\
+Exit codes:
+  0  done, also where there was nothing to remove
+  1  something could not be removed
+  2  usage
+
+Example:
+  everstep clean-memory runs/gpt
+  everstep clean-memory            # of all runs of this user on this node
+"""
+
+
+@command("clean-memory", epilog=EPILOG)
+@click.argument("run", required=False)
+@click.option(
+    "--memory",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=MEMORY,
+    show_default=True,
+    help="Where the arenas lie (Memory(path=...)).",
+)
+@json_option
+def clean_memory(run: str | None, memory: Path, as_json: bool) -> None:
+    """Remove snapshots in shared memory that no living process uses.
+
+    A killed run leaves its newest snapshots in memory so that it can go on from them; this gives the memory
+    back, and the run then goes on from disk. What a living process owns or reads is never touched.
+    """
+    with answering(as_json) as answer:
+        from everstep.memory.directory import clean, find_arenas
+
+        removed: list[dict[str, Any]] = []
+        in_use: list[str] = []
+        for directory in [directory_of_run(memory, run)] if run else arena_directories(memory):
+            sizes = {str(info.path): info.nbytes for info in find_arenas(directory)}
+            for path in clean(directory, keep=lambda info: False):
+                removed.append({"path": str(path), "nbytes": sizes.get(str(path), 0)})
+            in_use += [str(info.path) for info in find_arenas(directory)]
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        answer.give({"removed": removed, "in_use": in_use}, lambda: _as_text(removed, in_use))
+
+
+def _as_text(removed: list[dict[str, Any]], in_use: list[str]) -> str:
+    lines = [f"removed {item['path']} ({human_bytes(item['nbytes'])})" for item in removed]
+    lines += [f"in use, kept: {path}" for path in in_use]
+    return "\n".join(lines) or "nothing to remove"

@@ -1,0 +1,252 @@
+"""``everstep show``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .frame import answering, command, human_bytes, json_option, strict_json, table
+from .survey import Listed, Survey, survey
+
+if TYPE_CHECKING:
+    from everstep.backends.api import Backend
+    from everstep.format.layout import Layout
+    from everstep.format.manifest import Manifest
+    from everstep.format.records import IncarnationRecord
+
+VALUES_DEPTH_MAX = 12
+VALUES_ITEMS_MAX = 200
+"""Longer containers are cut, and say so."""
+
+EPILOG = """\
+Exit codes:
+  0  shown
+  1  no run there, no such checkpoint, or it cannot be read
+  2  usage
+
+Example:
+  everstep show runs/gpt
+  everstep show runs/gpt 12000 --values --rank 1
+"""
+
+
+@command("show", epilog=EPILOG)
+@click.argument("run")
+@click.argument("step", type=click.IntRange(min=0), required=False)
+@click.option(
+    "--values", is_flag=True, help="Show the plain values, too: counters, positions, hyper-parameters."
+)
+@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Whose values.")
+@json_option
+def show(run: str, step: int | None, values: bool, rank: int, as_json: bool) -> None:
+    """Show RUN and its checkpoint of STEP (without it: the newest), with sizes by part and dtype.
+
+    Where several incarnations wrote STEP, the one that a load takes is shown.
+    """
+    with answering(as_json) as answer:
+        found = survey(run)
+        chosen = _choose(found, step)
+        detail = None if chosen is None else _detail(run, found, chosen.manifest, rank if values else None)
+        answer.give(_as_json(found, chosen, detail), lambda: _as_text(found, chosen, detail))
+
+
+def _choose(found: Survey, step: int | None) -> Listed | None:
+    """The checkpoint to show; None for a run without any, where none was asked for."""
+    from everstep.errors import NoCheckpoint
+
+    if step is None:
+        return found.newest()
+    candidates = [one for one in found.checkpoints if one.manifest.step == step]
+    if not candidates:
+        there = [one.manifest.step for one in found.checkpoints]
+        for name, error in found.unreadable:
+            if f"/{step:09d}/" in f"{name}/":
+                raise error
+        raise NoCheckpoint(
+            f"{found.url} has no checkpoint of step {step}",
+            found=f"{len(there)} checkpoints, steps {min(there)} to {max(there)}"
+            if there
+            else "no checkpoint",
+            hint="everstep ls lists them.",
+            step=step,
+        )
+    return next((one for one in reversed(candidates) if one.in_lineage), candidates[-1])
+
+
+@dataclass
+class Detail:
+    """What the layouts and the state image of one checkpoint say."""
+
+    by_part: dict[str, int] = field(default_factory=dict)
+    by_dtype: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    """(part, dtype) -> (tensors, bytes), over all ranks; what has one owner counts once."""
+    values: dict[str, Any] | None = None
+
+
+def _detail(run: str, found: Survey, manifest: Manifest, rank: int | None) -> Detail:
+    from everstep.backends.open import open_backend
+    from everstep.store.blocking import run_blocking
+
+    async def read() -> Detail:
+        backend = open_backend(run)
+        try:
+            return await _read_detail(backend, found.run.chunk_bytes, manifest, rank)
+        finally:
+            await backend.close()
+
+    return run_blocking(read())
+
+
+async def _read_detail(backend: Backend, chunk_bytes: int, manifest: Manifest, rank: int | None) -> Detail:
+    from everstep.errors import NoCheckpoint
+    from everstep.store.catalog import read_layouts
+    from everstep.store.sources import DurableSource
+
+    detail = Detail()
+    layouts = await read_layouts(backend, {record.layout_hash for record in manifest.ranks})
+    for record in manifest.ranks:
+        _add_sizes(detail, layouts[record.layout_hash], record.images)
+    if rank is not None:
+        if rank not in {record.rank for record in manifest.ranks}:
+            raise NoCheckpoint(
+                f"step {manifest.step} has no rank {rank}",
+                found=f"{manifest.world} ranks",
+                step=manifest.step,
+            )
+        source = DurableSource(backend, manifest, chunk_bytes)
+        detail.values = _plain_values(await source.state(rank), await source.layout(rank))
+    return detail
+
+
+def _add_sizes(detail: Detail, layout: Layout, images: dict[str, int]) -> None:
+    part_of = {spec.name: spec.part for spec in layout.images}
+    for image, nbytes in images.items():
+        part = part_of.get(image, "plain values")
+        detail.by_part[part] = detail.by_part.get(part, 0) + nbytes
+    for entry in layout.entries:
+        if entry.image is not None:
+            tensors, nbytes = detail.by_dtype.get((entry.part, entry.dtype), (0, 0))
+            detail.by_dtype[entry.part, entry.dtype] = tensors + 1, nbytes + entry.nbytes
+
+
+def _plain_values(state: bytes, layout: Layout) -> dict[str, Any]:
+    from everstep.errors import Damaged
+    from everstep.state.codec import decode_state
+
+    def stand_in(index: int) -> str:
+        if not 0 <= index < len(layout.entries):
+            raise Damaged("the state names a tensor that the layout does not have", found=index)
+        entry = layout.entries[index]
+        return f"<{entry.dtype} {list(entry.shape)}>"
+
+    values = decode_state(state, stand_in, light=True)
+    return {part: readable(value) for part, value in values.items()}
+
+
+def readable(value: Any, depth: int = 0) -> Any:
+    """A decoded value as plain JSON-like values, cut where it is long or deep."""
+    if depth > VALUES_DEPTH_MAX:
+        return "..."
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, dict):
+        cut = {str(key): readable(item, depth + 1) for key, item in list(value.items())[:VALUES_ITEMS_MAX]}
+        if len(value) > VALUES_ITEMS_MAX:
+            cut["..."] = f"{len(value) - VALUES_ITEMS_MAX} more"
+        return cut
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [readable(item, depth + 1) for item in list(value)[:VALUES_ITEMS_MAX]]
+        return (
+            [*items, f"... {len(value) - VALUES_ITEMS_MAX} more"] if len(value) > VALUES_ITEMS_MAX else items
+        )
+    type_name = getattr(value, "type_name", None)
+    if type_name is not None:
+        return {"<type>": type_name, "value": readable(value.value, depth + 1)}
+    return f"<{len(value)} bytes>" if isinstance(value, (bytes, bytearray)) else str(value)
+
+
+def _as_json(found: Survey, chosen: Listed | None, detail: Detail | None) -> dict[str, Any]:
+    value: dict[str, Any] = {
+        "run": found.url,
+        "record": dataclasses.asdict(found.run),
+        "incarnations": [dataclasses.asdict(record) for record in found.incarnations],
+        "checkpoint": None,
+    }
+    if chosen is not None and detail is not None:
+        value["checkpoint"] = {
+            "in_lineage": chosen.in_lineage,
+            "nbytes": chosen.nbytes,
+            "manifest": dataclasses.asdict(chosen.manifest),
+            "parts": detail.by_part,
+            "dtypes": [
+                {"part": part, "dtype": dtype, "tensors": tensors, "nbytes": nbytes}
+                for (part, dtype), (tensors, nbytes) in detail.by_dtype.items()
+            ],
+        }
+        if detail.values is not None:
+            value["checkpoint"]["values"] = detail.values
+    return value
+
+
+def _as_text(found: Survey, chosen: Listed | None, detail: Detail | None) -> str:
+    run = found.run
+    chunk = human_bytes(run.chunk_bytes)
+    blocks = [
+        f"run {run.run_id}, format {run.format}, {run.hash_id}, chunks of {chunk}, created {run.created}"
+    ]
+    headers = ("incarnation", "from", "world", "config", "process", "created")
+    rows = [_incarnation(record) for record in found.incarnations]
+    if rows:
+        blocks.append(table(headers, rows, right=(0, 2)))
+    if chosen is None or detail is None:
+        blocks.append("no checkpoint yet")
+        return "\n\n".join(blocks)
+    blocks.append(_manifest_text(chosen))
+    sizes = [
+        (part, dtype, tensors, human_bytes(nbytes))
+        for (part, dtype), (tensors, nbytes) in detail.by_dtype.items()
+    ]
+    blocks.append(table(("part", "dtype", "tensors", "size"), sizes, right=(2, 3)))
+    if detail.values is not None:
+        blocks.append(json.dumps(strict_json(detail.values), indent=2, ensure_ascii=False))
+    return "\n\n".join(blocks)
+
+
+def _incarnation(record: IncarnationRecord) -> tuple[object, ...]:
+    if record.adopted_step is None:
+        origin = f"fresh: {record.fresh}"
+    else:
+        origin = f"step {record.adopted_step} of {record.adopted_incarnation}"
+    config = (record.config_hash or "none")[:8]
+    if record.config_changes:
+        config += f" ({len(record.config_changes)} changed: {record.config_reason})"
+    return (
+        record.number,
+        origin,
+        record.world,
+        config,
+        f"{record.writer.pid} on {record.writer.host}",
+        record.created,
+    )
+
+
+def _manifest_text(chosen: Listed) -> str:
+    m = chosen.manifest
+    facts: dict[str, object] = {
+        "step": f"{m.step} of incarnation {m.incarnation}, attempt {m.attempt} ({m.kind})",
+        "created": m.created,
+        "in lineage": "yes" if chosen.in_lineage else "no: a later resume went back before it",
+        "size": human_bytes(chosen.nbytes),
+        "world": f"{m.world}" + "".join(f", {dim}={size}" for dim, size in m.mesh.items()),
+        "parts": ", ".join(f"{part} ({about.get('class', '?')})" for part, about in m.parts.items()),
+        "data": "; ".join(f"rank {r.rank}: {r.data}" for r in m.ranks if r.data) or "none",
+        "rng": ", ".join(m.ranks[0].rng) if m.ranks and m.ranks[0].rng else "none",
+        "metrics": ", ".join(f"{key}={value}" for key, value in m.metrics.items()) or "none",
+        "libraries": ", ".join(f"{name} {version}" for name, version in m.libraries.items()) or "none",
+    }
+    width = max(map(len, facts))
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in facts.items())

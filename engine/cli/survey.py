@@ -1,0 +1,95 @@
+"""Everything that a run's directory says of its checkpoints, read once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from everstep.backends.api import Backend
+    from everstep.errors import EverstepError
+    from everstep.format.manifest import Manifest
+    from everstep.format.records import IncarnationRecord, RunRecord
+    from everstep.store.catalog import StepNames
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One checkpoint: its manifest, and whether the run's lineage reaches it."""
+
+    manifest: Manifest
+    in_lineage: bool
+
+    @property
+    def nbytes(self) -> int:
+        return stored_bytes(self.manifest)
+
+
+@dataclass
+class Survey:
+    """A run. ``undecided`` were begun and not committed (or given up), ``removing`` bear a tombstone;
+    neither are checkpoints. ``unreadable`` cannot be judged: the name of the directory, and why."""
+
+    url: str
+    run: RunRecord
+    incarnations: list[IncarnationRecord]
+    checkpoints: list[Listed] = field(default_factory=list)
+    undecided: list[StepNames] = field(default_factory=list)
+    removing: list[StepNames] = field(default_factory=list)
+    unreadable: list[tuple[str, EverstepError]] = field(default_factory=list)
+
+    def newest(self) -> Listed | None:
+        """The checkpoint that a load takes: the newest of the lineage."""
+        return next((one for one in reversed(self.checkpoints) if one.in_lineage), None)
+
+
+def survey(url: str) -> Survey:
+    """Read the run at ``url``. Raises NotARun, Damaged (its records), UnknownFormat, CannotTell."""
+    from everstep.backends.open import open_backend
+    from everstep.store.blocking import run_blocking
+
+    async def read() -> Survey:
+        backend = open_backend(url)
+        try:
+            return await read_survey(backend)
+        finally:
+            await backend.close()
+
+    return run_blocking(read())
+
+
+async def read_survey(backend: Backend) -> Survey:
+    """As :func:`survey`, of an open backend."""
+    from everstep.errors import RunError
+    from everstep.format import names
+    from everstep.format.manifest import Manifest
+    from everstep.plan.lineage import Lineage
+    from everstep.store.asking import each
+    from everstep.store.catalog import list_steps, read_decision
+    from everstep.store.runs import open_run, read_incarnations
+
+    run = await open_run(backend)
+    incarnations = await read_incarnations(backend)
+    found = Survey(backend.url, run, incarnations)
+    lineage = Lineage(incarnations)
+
+    async def one(step: StepNames) -> None:
+        try:
+            decision = await read_decision(backend, step)
+        except RunError as error:
+            found.unreadable.append((names.checkpoint_dir(step.step, step.incarnation), error))
+            return
+        if isinstance(decision, Manifest):
+            counts = lineage.counts(step.incarnation, step.step)
+            found.checkpoints.append(Listed(decision, counts))
+        else:
+            (found.undecided if decision is None else found.removing).append(step)
+
+    await each(await list_steps(backend), one)
+    found.checkpoints.sort(key=lambda x: (x.manifest.incarnation, x.manifest.step))
+    return found
+
+
+def stored_bytes(manifest: Manifest) -> int:
+    """Bytes of all images of all ranks."""
+    return sum(sum(record.images.values()) for record in manifest.ranks)
