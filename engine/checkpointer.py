@@ -213,7 +213,7 @@ class Checkpointer:
 
     def _meet(self) -> tuple[Ranks, MemoryTier]:
         if self._ranks is None:
-            self._ranks = Ranks.detect(self._place.url)
+            self._ranks = Ranks.detect(self._place.url, timeout_s=self._policy.rank_timeout_s)
         if self._tier is None:
             self._tier = MemoryTier(self._place, self._room, self._ranks.rank)
         return self._ranks, self._tier

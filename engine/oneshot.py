@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from .backends.api import Backend
 from .backends.open import open_backend
-from .discovery import find_run, open_arenas
-from .errors import NoCheckpoint, NotARun
+from .config import config_hash, plain_config, plain_metrics
+from .discovery import Proposals, find_run, open_arenas
+from .errors import EverstepError, NoCheckpoint, NotARun, SaveAbandoned, StepOrder
+from .format.constants import ALIGN_BYTES
+from .format.manifest import Abort
+from .format.records import RunRecord
 from .loading import Loader, as_values, into_state
+from .memory.arena import Arena
+from .memory.process import Process
+from .memory.slots import Pinned
+from .opening import Origin, begin_incarnation
 from .places import locate
+from .planning import LayoutPlanner
 from .policy import SHARED_MEMORY
 from .ranks import Ranks
+from .session import describe
+from .snapshot.copier import Copier
 from .state.trainstate import TrainState
+from .state.tree import flatten
+from .store.blocking import run_blocking
+from .store.commit import abort_attempt, try_commit
+from .store.flush import FlushJob, flush_rank
 
 RANK_TIMEOUT_S = 60.0
+SINGLE = {"data": 1}
 
 
 def load(
@@ -27,11 +45,12 @@ def load(
     rank: int = 0,
     into: TrainState | Mapping[str, Any] | None = None,
     allow: Collection[str] = (),
-) -> dict[str, Any]:
-    """The state of one rank at ``step`` (default: the newest) as plain nested values on the CPU: {part: value}.
+) -> Any:
+    """The state of one rank at ``step`` (default: the newest) as plain nested values on the CPU: {part: value},
+    or the value itself where a bare one was saved.
 
-    Reads only; the run may be live. With ``into`` live objects are filled in place instead, and the result is
-    empty. Raises NotARun, NoCheckpoint, Damaged, CannotTell, StateMismatch.
+    Reads only; the run may be live. With ``into`` live objects are filled in place instead, and the result
+    is None. Raises NotARun, NoCheckpoint, Damaged, CannotTell, StateMismatch.
     """
     place = locate(root)
     backend = open_backend(place.url, shared=True)
@@ -41,7 +60,84 @@ def load(
     if found is None:
         _explain_nothing(root, place.url)
     assert found is not None
-    return found[1].values or {}
+    return found[1].values
+
+
+def save(
+    root: str | os.PathLike[str],
+    step: int,
+    state: TrainState | Any,
+    *,
+    config: Any = None,
+    metrics: Mapping[str, Any] | None = None,
+) -> None:
+    """Write ``state`` as the checkpoint of ``step`` and return when it is durable. One process, no memory tier, no
+    agent; each call is an incarnation of its own, after the newest checkpoint.
+
+    Raises StepOrder unless ``step`` is newer than all that the run has, RunInUse while a trainer writes to it,
+    UnsupportedValue, StorageFull, SaveFailed.
+    """
+    place = locate(root)
+    backend = open_backend(place.url, shared=True)
+    trained, plain = TrainState.of(state), plain_config(config)
+    facts = plain_metrics(metrics)
+    flat = flatten(trained.parts(), scope=trained.scope)
+    plan = LayoutPlanner(0, 1).plan(flat)
+    run, record = begin_incarnation(
+        backend,
+        _after_newest(backend, step),
+        world=1,
+        mesh=SINGLE,
+        config=plain,
+        config_hash=config_hash(plain),
+        take_over=False,
+    )
+    meta = describe(trained, record, 0, facts)
+    need = sum(-(-size // ALIGN_BYTES) * ALIGN_BYTES for _, size in plan.regions(len(flat.state), len(meta)))
+    arena = Arena.create_memfd(
+        run_key=place.run_key, node=place.node, rank=0, world=1, slots=1, slot_bytes=need, chunk_bytes=run.chunk_bytes
+    )
+    with arena:
+        arena.take(Process.current(), run_id=run.run_id, incarnation=record.number, world=1)
+        slot = arena.begin(record.number, step, complete=None)
+        assert slot is not None, "a new arena has a free slot"
+        copier = Copier()
+        copier.copy(slot, plan, [leaf.tensor for leaf in flat.leaves], state=flat.state, meta=meta)
+        slot.publish(plan.layout_hash)
+        copier.forget()
+        with arena.pin(slot.index, slot.generation) as pinned:
+            run_blocking(_commit(backend, run, FlushJob(step, record.number, 1, 0, 1), pinned))
+
+
+async def _commit(backend: Backend, run: RunRecord, job: FlushJob, pinned: Pinned) -> None:
+    try:
+        await flush_rank(backend, job, pinned, chunk_bytes=run.chunk_bytes, run=run)
+        decided = await try_commit(backend, job.step, job.incarnation, job.attempt, job.world)
+    except EverstepError as error:
+        with contextlib.suppress(EverstepError):
+            await abort_attempt(backend, job.step, job.incarnation, job.attempt, reason=str(error), rank=0)
+        raise
+    if isinstance(decided, Abort):
+        raise SaveAbandoned(f"step {job.step} was given up: {decided.reason}", step=job.step)
+
+
+def _after_newest(backend: Backend, step: int) -> Origin:
+    """Adopts the newest checkpoint that counts. Raises StepOrder unless ``step`` comes after it."""
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise StepOrder("a step is a whole number, zero or more", found=repr(step))
+    if find_run(backend) is None:
+        return Origin(looked=True)
+    newest = Proposals(backend, set(), step=None, writes=True).next()
+    if newest is None:
+        return Origin(looked=True)
+    if step <= newest.step:
+        raise StepOrder(
+            "the run has this step, or a newer one, already",
+            found=step,
+            expected=f"more than {newest.step}",
+            step=step,
+        )
+    return Origin(looked=True, incarnation=newest.incarnation, step=newest.step)
 
 
 def _explain_nothing(root: str | os.PathLike[str], url: str) -> None:

@@ -6,9 +6,9 @@ background thread can never race with the training's own communication.
 
 from __future__ import annotations
 
-import collections
 import itertools
 import os
+import secrets
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from .errors import EverstepError, RankError, from_wire
+from .format.hashing import hexdigest
 
 T = TypeVar("T")
 
@@ -24,8 +25,6 @@ GRACE_S = 10.0
 """How much longer than the collecting rank the others wait for its answer."""
 POLL_MIN_S = 0.0002
 POLL_MAX_S = 0.02
-
-_openings: collections.Counter[str] = collections.Counter()
 
 
 _Store = Any
@@ -35,35 +34,39 @@ _Store = Any
 class Ranks:
     """This process's place among the ranks, and the messages between them.
 
-    One object per checkpointer; ``scope`` tells runs apart, and all ranks open the checkpointers of one run in
-    the same order.
+    One object per checkpointer; all ranks open the checkpointers of one run in the same order.
     """
 
-    def __init__(self, rank: int, world: int, store: _Store, *, scope: str) -> None:
+    def __init__(self, rank: int, world: int, store: _Store, *, prefix: str) -> None:
         self.rank = rank
         self.world = world
         self._store = store
-        _openings[scope] += 1
-        self._prefix = f"everstep/{scope}/{_openings[scope]}"
+        self._prefix = prefix
         self._rounds = itertools.count()
         self._known: dict[str, bytes] = {}
 
     @classmethod
-    def detect(cls, scope: str) -> Ranks:
-        """From torch.distributed if it is initialised, else from the launcher's environment, else one process."""
+    def detect(cls, scope: str, *, timeout_s: float) -> Ranks:
+        """From torch.distributed if it is initialised, else from the launcher's environment, else one process.
+        With several ranks all of them meet here; RankError names those that do not come in time."""
         import torch.distributed as dist
 
         if dist.is_available() and dist.is_initialized():
-            store: _Store = dist.distributed_c10d._get_default_store()
-            return cls(dist.get_rank(), dist.get_world_size(), store if dist.get_world_size() > 1 else None, scope=scope)
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        rank = int(os.environ.get("RANK", "0"))
-        return cls(rank, world, _environment_store(rank, world) if world > 1 else None, scope=scope)
+            rank, world = dist.get_rank(), dist.get_world_size()
+            store: _Store = dist.distributed_c10d._get_default_store() if world > 1 else None
+        else:
+            rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+            store = _environment_store(rank, world) if world > 1 else None
+        if store is None:
+            return cls.alone()
+        place = f"everstep/{hexdigest(scope.encode())}"
+        meet = _gather_ranks if rank == 0 else _join_rank_0
+        return cls(rank, world, store, prefix=f"{place}/{meet(store, place, rank, world, timeout_s)}")
 
     @classmethod
     def alone(cls) -> Ranks:
         """One rank, whatever job this process belongs to: for readers."""
-        return cls(0, 1, None, scope="alone")
+        return cls(0, 1, None, prefix="")
 
     def agree(self, what: str, value: Any, *, timeout_s: float) -> list[Any]:
         """Every rank's ``value`` (plain values), by rank. Raises RankError naming ranks that did not answer."""
@@ -181,6 +184,50 @@ class Ranks:
             raise _silent(what, timeout_s) from error
 
 
+def _gather_ranks(store: _Store, place: str, rank: int, world: int, timeout_s: float) -> str:
+    """Rank 0: give every other rank this meeting's name. A launcher's store outlives restarts, and may hold the
+    messages of ranks that are long gone: only a rank that is there now acknowledges."""
+    name = secrets.token_hex(8)
+    until = time.monotonic() + timeout_s
+    answered: dict[int, bytes] = {}
+    missing = set(range(1, world))
+    pause = POLL_MIN_S
+    while missing:
+        for other in sorted(missing):
+            if not store.check([f"{place}/knock/{other}"]):
+                continue
+            knock = bytes(store.get(f"{place}/knock/{other}"))
+            if answered.get(other) != knock:
+                store.set(f"{place}/answer/{other}/{knock.decode()}", name)
+                answered[other] = knock
+            elif store.check([f"{place}/{name}/here/{other}"]):
+                missing.discard(other)
+        if missing and time.monotonic() > until:
+            raise RankError(
+                "not all ranks came to open the run",
+                found=f"nothing from rank(s) {sorted(missing)} within {timeout_s:g} s",
+                expected=f"all {world} ranks",
+                hint="Every rank makes the same calls; look at those ranks' logs.",
+                ranks=sorted(missing),
+            )
+        time.sleep(pause)
+        pause = min(pause * 2, POLL_MAX_S)
+    return name
+
+
+def _join_rank_0(store: _Store, place: str, rank: int, world: int, timeout_s: float) -> str:
+    """Another rank: knock, and take the meeting's name from rank 0."""
+    knock = secrets.token_hex(8)
+    store.set(f"{place}/knock/{rank}", knock)
+    try:
+        store.wait([f"{place}/answer/{rank}/{knock}"], timedelta(seconds=timeout_s))
+    except Exception as error:
+        raise _silent("opening the run", timeout_s) from error
+    name = bytes(store.get(f"{place}/answer/{rank}/{knock}")).decode()
+    store.set(f"{place}/{name}/here/{rank}", "1")
+    return name
+
+
 def _silent(what: str, timeout_s: float) -> RankError:
     return RankError(
         f"{what}: rank 0 did not answer",
@@ -206,4 +253,4 @@ def _environment_store(rank: int, world: int) -> _Store:
         )
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(host, int(port), world, is_master=rank == 0 and not hosted, multi_tenant=True, wait_for_workers=False)
-    return PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return PrefixStore("everstep", store)

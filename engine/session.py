@@ -164,7 +164,7 @@ class Session:
             self._snapshots.take(
                 step,
                 state,
-                lambda: self._meta(state, facts),
+                lambda: describe(state, self._record, self._ranks.rank, facts),
                 late=late,
                 timeout_s=self._policy.slot_timeout_s,
                 waiting=self._hear_quietly,
@@ -198,21 +198,6 @@ class Session:
         elif taken.whole:
             self._pending = None
             self._client.flush(taken.step, slot=taken.slot, generation=taken.generation, kind="full")
-
-    def _meta(self, state: TrainState, metrics: dict[str, Any]) -> bytes:
-        meta: dict[str, Any] = {
-            "mesh": self._record.mesh,
-            "coordinates": _coordinates(self._record.mesh, self._ranks.rank),
-            "parts": {},
-            "data": None,
-            "rng": [],
-            "metrics": metrics,
-            "config_hash": self._record.config_hash,
-            "libraries": _libraries(),
-            "facts": {},
-        }
-        meta.update(state.describe())
-        return msgspec.msgpack.encode(meta)
 
     def _check_order(self, step: int, *, again: bool) -> None:
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
@@ -272,6 +257,23 @@ def adopted_of(record: IncarnationRecord) -> Key | None:
     if record.adopted_incarnation is None or record.adopted_step is None:
         return None
     return record.adopted_incarnation, record.adopted_step
+
+
+def describe(state: TrainState, record: IncarnationRecord, rank: int, metrics: dict[str, Any]) -> bytes:
+    """A snapshot's meta region: what the manifest gathers from the rank."""
+    meta: dict[str, Any] = {
+        "mesh": record.mesh,
+        "coordinates": _coordinates(record.mesh, rank),
+        "parts": {},
+        "data": None,
+        "rng": [],
+        "metrics": metrics,
+        "config_hash": record.config_hash,
+        "libraries": _libraries(),
+        "facts": {},
+    }
+    meta.update(state.describe())
+    return msgspec.msgpack.encode(meta)
 
 
 def _coordinates(mesh: dict[str, int], rank: int) -> dict[str, int]:

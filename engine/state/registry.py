@@ -141,3 +141,9 @@ def _is_kind(cls: type, kind: str) -> bool:
         return issubclass(cls, base) and cls is not base
     base_class = VALUE_BASES.get(kind)
     return base_class is not None and issubclass(cls, base_class) and cls is not base_class
+
+
+def register(cls: C) -> C:
+    """Have values of ``cls`` (a named tuple, dataclass, enum, or subclass of a container or plain type) come back as
+    such, wherever the name that a file gives for it is not importable as it was. Usable as a decorator."""
+    return REGISTRY.register(cls)
