@@ -1,4 +1,4 @@
-"""One small example of every stored object: for FORMAT.md's worked bytes and the golden files."""
+"""One small example of every stored object: for worked bytes and the golden files."""
 
 from __future__ import annotations
 
