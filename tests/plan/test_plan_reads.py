@@ -201,6 +201,8 @@ def test_elements_stored_nowhere_are_damage() -> None:
     holes = [[spec("a", (8,), [Box((0,), (4,)), Box((2,), (4,))])], [spec("a", (8,), [Box((7,), (1,))])]]
     with pytest.raises(Damaged, match=r"model/a: element \(6,\)"):
         plan([full("a")], holes, 0)
+    with pytest.raises(Damaged, match=r"model/a: element \(6,\)"):
+        plan([full("a")], holes[:1], 0)  # as many elements as are wanted, but not the same
     assert plan([spec("a", (8,), [Box((0,), (6,))])], holes, 0)
 
 

@@ -64,6 +64,7 @@ def test_a_fresh_start_removes_nothing_of_the_old_run_at_first() -> None:
     assert plan_retention(old, Retention(1), lineage).remove == ()
     assert plan_retention([*old, (2, 1)], Retention(2), lineage).remove == ()
     assert plan_retention([*old, (2, 1), (2, 2)], Retention(2), lineage).remove == ()
+    assert plan_retention([*old, (2, 250)], Retention(2), lineage).remove == ()
     assert plan_retention([*old, (2, 250)], Retention(1), lineage).remove == tuple(old)
 
 

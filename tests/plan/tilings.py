@@ -32,8 +32,14 @@ def tiling(rng: random.Random, box: Box, pieces: int) -> list[Box]:
 
 
 def random_box(rng: random.Random, shape: tuple[int, ...]) -> Box:
-    offsets = tuple(rng.randint(0, size) for size in shape)
-    return Box(offsets, tuple(rng.randint(0, size - o) for size, o in zip(shape, offsets, strict=True)))
+    """A box inside ``shape``; along each axis it is whole half of the time, as the boxes of real jobs are."""
+    whole = [rng.random() < 0.5 for _ in shape]
+    offsets = tuple(0 if all_of else rng.randint(0, size) for size, all_of in zip(shape, whole, strict=True))
+    lengths = (
+        size if all_of else rng.randint(0, size - offset)
+        for size, offset, all_of in zip(shape, offsets, whole, strict=True)
+    )
+    return Box(offsets, tuple(lengths))
 
 
 def random_shape(rng: random.Random, axes_max: int = 3, size_max: int = 6) -> tuple[int, ...]:
