@@ -100,7 +100,9 @@ class StateImage:
                 if type(node) is dict or tag_of(node) in MUTABLE
             ]
         if type(number) is not int or not 0 <= number < len(self._containers):
-            raise Damaged(f"{self.name}: alias of a container that is not there", found=number, name=self.name)
+            raise Damaged(
+                f"{self.name}: alias of a container that is not there", found=number, name=self.name
+            )
         return self._containers[number]
 
     def refs(self, part: str) -> set[int]:
@@ -195,7 +197,9 @@ class Decoder:
         return made
 
     def damaged(self, node: Node, why: str = "not a known node") -> Damaged:
-        return Damaged(f"{self.image.name}: a malformed node", found=f"{why}: {repr(node)[:80]}", name=self.image.name)
+        return Damaged(
+            f"{self.image.name}: a malformed node", found=f"{why}: {repr(node)[:80]}", name=self.image.name
+        )
 
     def map(self, node: dict[str, Node]) -> dict[str, Any]:
         if not all(type(key) is str for key in node):
@@ -242,7 +246,9 @@ class Decoder:
             if tag == Tag.DEQUE:
                 _, _, maxlen = node
                 return collections.deque(values, maxlen)
-            return {Tag.LIST: list, Tag.TUPLE: tuple, Tag.SET: set, Tag.FROZENSET: frozenset}[Tag(tag)](values)
+            return {Tag.LIST: list, Tag.TUPLE: tuple, Tag.SET: set, Tag.FROZENSET: frozenset}[Tag(tag)](
+                values
+            )
         items = self.items(node[ITEM_TAGS[tag]])
         if tag == Tag.DICT:
             return items
@@ -259,7 +265,12 @@ class Decoder:
 
     def tensor(self, index: int, flags: int = 0) -> Any:
         """What stands for entry ``index``: the same object each time it occurs with the same flags."""
-        if type(index) is not int or index < 0 or type(flags) is not int or flags & ~(REQUIRES_GRAD | PARAMETER):
+        if (
+            type(index) is not int
+            or index < 0
+            or type(flags) is not int
+            or flags & ~(REQUIRES_GRAD | PARAMETER)
+        ):
             raise self.damaged([index, flags])
         key = (index, flags)
         if key not in self._wrapped:
@@ -287,7 +298,16 @@ class Decoder:
         return Unknown((names | kinds)[Tag(tag)], "wire", node)
 
 
-_MALFORMED = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, UnicodeError, struct.error)
+_MALFORMED = (
+    TypeError,
+    ValueError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    OverflowError,
+    UnicodeError,
+    struct.error,
+)
 
 _CONTAINERS = frozenset(
     {
@@ -323,7 +343,9 @@ def _slice(decoder: Decoder, *bounds: Node) -> slice:
     return slice(*values)
 
 
-def _timezone(decoder: Decoder, days: int, seconds: int, microseconds: int, name: str | None) -> datetime.timezone:
+def _timezone(
+    decoder: Decoder, days: int, seconds: int, microseconds: int, name: str | None
+) -> datetime.timezone:
     offset = datetime.timedelta(days, seconds, microseconds)
     return datetime.timezone(offset) if name is None else datetime.timezone(offset, name)
 
@@ -366,11 +388,15 @@ _PLAIN: dict[int, Callable[..., Any]] = {
     Tag.RANGE: _range,
     Tag.SLICE: _slice,
     Tag.DATE: lambda decoder, year, month, day: datetime.date(year, month, day),
-    Tag.TIME: lambda decoder, h, m, s, us, fold, zone: _zoned(decoder, datetime.time, (h, m, s, us), fold, zone),
+    Tag.TIME: lambda decoder, h, m, s, us, fold, zone: _zoned(
+        decoder, datetime.time, (h, m, s, us), fold, zone
+    ),
     Tag.DATETIME: lambda decoder, y, mo, d, h, m, s, us, fold, zone: _zoned(
         decoder, datetime.datetime, (y, mo, d, h, m, s, us), fold, zone
     ),
-    Tag.TIMEDELTA: lambda decoder, days, seconds, microseconds: datetime.timedelta(days, seconds, microseconds),
+    Tag.TIMEDELTA: lambda decoder, days, seconds, microseconds: datetime.timedelta(
+        days, seconds, microseconds
+    ),
     Tag.TIMEZONE: _timezone,
     Tag.ZONE: _zone,
     Tag.PATH: _path,

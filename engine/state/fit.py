@@ -166,7 +166,10 @@ class Fitter:
         if len(live) != len(stored):
             self.ledger.differ("shape", f"{where}: stored {len(stored)} elements, target {len(live)}")
             return _take
-        appliers = [self.fit(mine, other, f"{where}/[{at}]") for at, (mine, other) in enumerate(zip(live, stored, strict=True))]
+        appliers = [
+            self.fit(mine, other, f"{where}/[{at}]")
+            for at, (mine, other) in enumerate(zip(live, stored, strict=True))
+        ]
 
         def apply(value: Any) -> Any:
             made = [one(item) for one, item in zip(appliers, value, strict=True)]
@@ -253,8 +256,7 @@ class Fitter:
             return lambda value: live
 
         def load(value: Any) -> None:
-            content = {key: item for key, item in value.items() if key in own}
-            content = type(value)(content) if type(value) is collections.OrderedDict else content
+            content: Any = collections.OrderedDict((key, item) for key, item in value.items() if key in own)
             if hasattr(value, "_metadata"):
                 content._metadata = value._metadata
             live.load_state_dict(objects.with_prefixes(live, content), strict=not missing)
@@ -292,6 +294,10 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__qualname__}"
 
 
+def _is_frozen(cls: Any) -> bool:
+    return bool(cls.__dataclass_params__.frozen)
+
+
 def _refill(live: Any, value: Any) -> Any:
     """Give ``live`` the contents of ``value`` if it can hold them; else ``value``, for the parent to hold."""
     if type(live) is not type(value) or live is value:
@@ -306,7 +312,7 @@ def _refill(live: Any, value: Any) -> Any:
     elif isinstance(live, collections.deque) and live.maxlen == value.maxlen:
         live.clear()
         live.extend(value)
-    elif dataclasses.is_dataclass(live) and not type(live).__dataclass_params__.frozen:  # type: ignore[attr-defined]
+    elif dataclasses.is_dataclass(live) and not _is_frozen(type(live)):
         set_attributes(live, attributes_of(value))
     else:
         return value

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .plan_base import Ledger, Phase, StoredTensor
+from .plan_base import Ledger, StoredTensor
 from .tensors import as_bytes_view
 
 _SHAPED_AS_PARAMETER = frozenset(
@@ -63,7 +63,9 @@ def _compare_groups(
     sizes = [len(group["params"]) for group in live]
     stored_sizes = [len(group["params"]) for group in groups]
     if sizes != stored_sizes:
-        ledger.differ("shape", f"{where}/param_groups: stored groups of {stored_sizes} parameters, target {sizes}")
+        ledger.differ(
+            "shape", f"{where}/param_groups: stored groups of {stored_sizes} parameters, target {sizes}"
+        )
         return None
     parameters: dict[Any, torch.Tensor] = {}
     for number, (group, mine) in enumerate(zip(groups, live, strict=True)):
@@ -83,7 +85,9 @@ def _compare_held(ledger: Ledger, mine: torch.Tensor, index: int, place: str) ->
         ledger.differ("shape", f"{place}: stored {entry.shape}, target {tuple(mine.shape)}")
     elif str(mine.dtype).removeprefix("torch.") != entry.dtype:
         # Loosened, the stored dtype is kept: a cast of moments loses them for good.
-        ledger.differ("dtype", f"{place}: stored {entry.dtype}, target {str(mine.dtype).removeprefix('torch.')}")
+        ledger.differ(
+            "dtype", f"{place}: stored {entry.dtype}, target {str(mine.dtype).removeprefix('torch.')}"
+        )
 
 
 def _compare_shape(ledger: Ledger, parameter: torch.Tensor, index: int, place: str) -> None:

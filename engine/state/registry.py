@@ -8,6 +8,7 @@ saved again unchanged.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import sys
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -63,7 +64,9 @@ class Registry:
         """
         key = name or type_name(cls)
         if self._known.setdefault(key, cls) is not cls:
-            raise BadOption("two classes registered under one name", found=cls, expected=self._known[key], name=key)
+            raise BadOption(
+                "two classes registered under one name", found=cls, expected=self._known[key], name=key
+            )
         return cls
 
     def find(self, name: str, kind: str) -> type | None:
@@ -132,12 +135,6 @@ def _is_kind(cls: type, kind: str) -> bool:
         return issubclass(cls, tuple) and isinstance(getattr(cls, "_fields", None), tuple)
     if kind == "dataclass":
         return dataclasses.is_dataclass(cls)
-    if kind == "enum":
-        import enum
-
-        return issubclass(cls, enum.Enum)
-    if kind in ("dict", "list"):
-        base = {"dict": dict, "list": list}[kind]
-        return issubclass(cls, base) and cls is not base
-    base_class = VALUE_BASES.get(kind)
-    return base_class is not None and issubclass(cls, base_class) and cls is not base_class
+    bases: dict[str, type] = {"enum": enum.Enum, "dict": dict, "list": list, **VALUE_BASES}
+    base = bases.get(kind)
+    return base is not None and cls is not base and issubclass(cls, base)

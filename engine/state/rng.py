@@ -52,7 +52,8 @@ class RandomState(Planned):
 
 
 def _cuda_count() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.device_count() if in_use else 0
 
 
 def _tensor(data: bytes) -> torch.Tensor:

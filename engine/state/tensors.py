@@ -80,14 +80,19 @@ def as_bytes_view(tensor: torch.Tensor) -> torch.Tensor:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The logical bytes of ``tensor`` (copied to the CPU, made contiguous, where it is not), to read."""
-    return memoryview(as_bytes_view(tensor).cpu().numpy()).toreadonly()
+    return _memory(as_bytes_view(tensor).cpu()).toreadonly()
 
 
 def writable_bytes(tensor: torch.Tensor) -> memoryview | None:
     """A writable view of a contiguous CPU tensor's bytes, valid as long as it lives; None for any other tensor."""
     if not is_fillable(tensor):
         return None
-    return memoryview(as_bytes_view(tensor).numpy())
+    return _memory(as_bytes_view(tensor))
+
+
+def _memory(flat: torch.Tensor) -> memoryview:
+    array: Any = flat.numpy()
+    return memoryview(array)
 
 
 def is_fillable(tensor: torch.Tensor) -> bool:
@@ -105,7 +110,9 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether two elements of ``tensor`` may share memory (expanded tensors and the like)."""
     if tensor.numel() == 0 or tensor.is_contiguous():
         return False
-    steps = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    steps = sorted(
+        (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    )
     reach = 0
     for stride, size in steps:
         if stride <= reach:
