@@ -1,8 +1,8 @@
-"""State images into values. Imports torch and numpy only where a value of theirs is decoded, and where they are
-absent (or not wanted) gives stand-ins.
+"""State images into values. Imports torch and numpy only where a value of theirs is decoded, and where they
+are absent (or not wanted) gives stand-ins.
 
-Decoding executes nothing that a file names, and ends: depth, sizes and references are checked; whatever does not
-follow :mod:`~everstep.state.wire` raises Damaged.
+Decoding executes nothing that a file names, and ends: depth, sizes and references are checked; whatever does
+not follow :mod:`~everstep.state.wire` raises Damaged.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def decode_state(
     light: bool = False,
     name: str = "state",
 ) -> dict[str, Any]:
-    """All parts of a state image. ``light``: never import torch or numpy; :class:`Unknown` stands for their values.
+    """All parts of a state image. ``light``: never import torch or numpy; :class:`Unknown` stands for their
+    values.
 
     Raises Damaged or UnknownFormat, naming ``name``.
     """
@@ -86,8 +87,8 @@ class StateImage:
         self._containers: list[Node] | None = None
 
     def decoder(self, resolve: Resolve, *, keep_types: bool = False) -> Decoder:
-        """What makes values of nodes; values made by one decoder share aliased containers. ``keep_types``: the
-        state of an object comes as an :class:`ObjectState`."""
+        """What makes values of nodes; values made by one decoder share aliased containers. ``keep_types``:
+        the state of an object comes as an :class:`ObjectState`."""
         return Decoder(self, resolve, keep_types=keep_types)
 
     def container(self, number: int) -> Node:

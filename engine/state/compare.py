@@ -23,8 +23,9 @@ DIFFERENCES_MAX = 1000
 
 
 def equal_states(a: Any, b: Any) -> list[str]:
-    """Differences between two states (values, or objects with state, or TrainStates), as ``path: text``; none if
-    they agree in types, structure, order of keys, dtypes, shapes and every bit. Devices and strides do not count.
+    """Differences between two states (values, or objects with state, or TrainStates), as ``path: text``; none
+    if they agree in types, structure, order of keys, dtypes, shapes and every bit. Devices and strides do not
+    count.
     """
     found: list[str] = []
     _compare(a, b, "", found)

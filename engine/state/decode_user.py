@@ -78,7 +78,8 @@ def _dataclass(
 
 
 def _blank(cls: Any) -> Any:
-    return object.__new__(cls)
+    new: Any = object.__new__
+    return new(cls)
 
 
 def _subdict(decoder: Decoder, name: str, attributes: dict[str, Any], items: Node) -> Any:

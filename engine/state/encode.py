@@ -1,4 +1,5 @@
-"""Values into nodes. Knows the standard library's types; torch and numpy come in through ``handlers`` and ``other``.
+"""Values into nodes. Knows the standard library's types; torch and numpy come in through ``handlers`` and
+``other``.
 
 An :class:`Encoder` serves one flattening, on one thread. It keeps no reference beyond that.
 """
@@ -106,7 +107,8 @@ class Encoder:
         return found if found is not None else _user(self, value, text, path)
 
     def enter(self, value: object, text: str, path: Path) -> Node | None:
-        """Begin a mutable container: its alias node if it was met before, else None (then :meth:`leave` it)."""
+        """Begin a mutable container: its alias node if it was met before, else None (then :meth:`leave`
+        it)."""
         if self._in_key:
             raise self.refuse(value, text, "a mutable value cannot be a key or an element of a set")
         if len(path) > DEPTH_MAX:
@@ -517,5 +519,7 @@ HANDLERS: dict[type, Handler] = {
     Unknown: _unknown,
 }
 HANDLERS.update(
-    dict.fromkeys((pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath), _path)
+    dict.fromkeys(
+        (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath), _path
+    )
 )

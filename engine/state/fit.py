@@ -1,12 +1,12 @@
 """Walking a live target and a checkpoint side by side.
 
-:meth:`Fitter.part` compares one part (its checkpoint's values having :class:`StoredTensor` for tensors), claims
-live tensors, notes differences, and gives an *applier*: called later with the real values, it puts them in place
-and returns what the parent should hold (the live object itself wherever that can be).
+:meth:`Fitter.part` compares one part (its checkpoint's values having :class:`StoredTensor` for tensors),
+claims live tensors, notes differences, and gives an *applier*: called later with the real values, it puts
+them in place and returns what the parent should hold (the live object itself wherever that can be).
 
 The rule for plain values: a subtree without tensors on either side is replaced as a whole (a history may have
-grown); containers with tensors, and the outermost container of a part, must have the same keys. None and empty
-containers in the target take whatever is stored.
+grown); containers with tensors, and the outermost container of a part, must have the same keys. None and
+empty containers in the target take whatever is stored.
 """
 
 from __future__ import annotations
@@ -250,7 +250,8 @@ class Fitter:
             elif isinstance(value, torch.Tensor) != isinstance(stored[key], StoredTensor):
                 self._mistyped(value, stored[key], here)
             elif isinstance(value, torch.Tensor):
-                # A module that does something of its own while loading gets a filled dict instead of filled tensors.
+                # A module that does something of its own while loading gets a filled dict instead of filled
+                # tensors.
                 (self.ledger.claim if plain else self.ledger.fits)(value, stored[key].index, here)
         if plain:
             return lambda value: live
@@ -265,7 +266,8 @@ class Fitter:
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether ``value``, a live or a stored one, holds tensors, large arrays or objects with state anywhere."""
+    """Whether ``value``, a live or a stored one, holds tensors, large arrays or objects with state
+    anywhere."""
     if isinstance(value, (torch.Tensor, StoredTensor, StoredArray, ObjectState)):
         return True
     if isinstance(value, (*_SCALARS, type(None), np.ndarray, np.generic)):

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class Gradients(Planned):
-    """``.grad`` of the parameters of a TrainState's model, by the names of its state dict, and ``micro_step``."""
+    """``.grad`` of the parameters of a TrainState's model, by the names of its state dict, and
+    ``micro_step``."""
 
     def __init__(self, owner: TrainState) -> None:
         self._owner = owner

@@ -1,9 +1,9 @@
 """The text of a typed path inside a part: injective, and readable where keys are plain.
 
-Components are joined by ``/``. A string key is itself, with ``~`` as the escape; ``#3`` is an integer key, ``[3]``
-a position in a list or tuple, ``.x`` nothing special: a field of a dataclass or named tuple is written as its name.
-Other key types are tagged: ``~n`` None, ``~b1`` True, ``~f`` float, ``~y`` bytes, ``~x`` anything else (the hash of
-its node). ``@`` is escaped because the layout marks boxes with it.
+Components are joined by ``/``. A string key is itself, with ``~`` as the escape; ``#3`` is an integer key,
+``[3]`` a position in a list or tuple, ``.x`` nothing special: a field of a dataclass or named tuple is
+written as its name. Other key types are tagged: ``~n`` None, ``~b1`` True, ``~f`` float, ``~y`` bytes, ``~x``
+anything else (the hash of its node). ``@`` is escaped because the layout marks boxes with it.
 """
 
 from __future__ import annotations

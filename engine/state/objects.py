@@ -68,7 +68,8 @@ def with_prefixes(module: torch.nn.Module, content: Mapping[str, Any]) -> Mappin
 
 
 def _wrapper_prefixes(module: torch.nn.Module, content: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(prefix with the wrapper's part, prefix without) of every wrapper inside ``module``, innermost first."""
+    """(prefix with the wrapper's part, prefix without) of every wrapper inside ``module``, innermost
+    first."""
     joined = "\n".join(key for key in content if isinstance(key, str))
     if not any(f"{name}." in joined for name in _WRAPPED_IN.values()):
         return []

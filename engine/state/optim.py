@@ -29,8 +29,8 @@ _SHAPED_AS_PARAMETER = frozenset(
 
 
 def plan_optimizer(ledger: Ledger, optimizer: torch.optim.Optimizer, stored: Any, where: str) -> bool:
-    """Compare ``stored`` (a state dict with :class:`StoredTensor` for tensors) and claim what can be filled in
-    place. False if it is no optimizer state; then nothing can be loaded."""
+    """Compare ``stored`` (a state dict with :class:`StoredTensor` for tensors) and claim what can be filled
+    in place. False if it is no optimizer state; then nothing can be loaded."""
     if not isinstance(stored, dict) or not {"state", "param_groups"} <= set(stored):
         ledger.differ("type", f"{where}: stored is no optimizer state")
         return False
@@ -97,8 +97,9 @@ def _compare_shape(ledger: Ledger, parameter: torch.Tensor, index: int, place: s
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, content: dict[str, Any]) -> None:
-    """``optimizer.load_state_dict(content)``, exactly: torch casts state to the parameters' dtype and rebuilds
-    nested values; whatever it changed so is put back as it was stored, on the device that torch chose."""
+    """``optimizer.load_state_dict(content)``, exactly: torch casts state to the parameters' dtype and
+    rebuilds nested values; whatever it changed so is put back as it was stored, on the device that torch
+    chose."""
     optimizer.load_state_dict(content)
     order = [index for group in content["param_groups"] for index in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,4 +1,5 @@
-"""What planning a restore collects: mismatches, which tensor each entry fills, and what is to be done afterwards."""
+"""What planning a restore collects: mismatches, which tensor each entry fills, and what is to be done
+afterwards."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Planned:
     phase: Phase = Phase.OTHERS
 
     def plan(self, ledger: Ledger, stored: Any, where: str) -> None:
-        """Compare ``stored`` (with :class:`StoredTensor` for tensors) with this, noting differences in ``ledger``."""
+        """Compare ``stored`` (with :class:`StoredTensor` for tensors) with this, noting differences in
+        ``ledger``."""
         raise NotImplementedError
 
     def load_state_dict(self, state: Any) -> None:
@@ -95,7 +97,7 @@ class Ledger:
         lines = "\n".join(f"  {text}" for text in shown) + (f"\n  and {more} more" if more else "")
         kinds = sorted({text.partition(":")[0] for text in self.mismatches} & LOOSENINGS)
         raise StateMismatch(
-            f"the checkpoint does not fit the target in {len(self.mismatches)} places; nothing was changed\n{lines}\n",
+            f"checkpoint and target differ in {len(self.mismatches)} places; nothing was changed\n{lines}\n",
             hint=f"If that is meant, allow={set(kinds)} loosens" if kinds else None,
             mismatches=list(self.mismatches),
         )

@@ -1,8 +1,8 @@
-"""User classes by name: those that were registered, and those that are already imported. Nothing is ever imported
-because a file names it, and no constructor runs.
+"""User classes by name: those that were registered, and those that are already imported. Nothing is ever
+imported because a file names it, and no constructor runs.
 
-A class that is not known comes back as :class:`Unknown`, which says its type, holds its plain contents, and can be
-saved again unchanged.
+A class that is not known comes back as :class:`Unknown`, which says its type, holds its plain contents, and
+can be saved again unchanged.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ VALUE_BASES: dict[str, type] = {
 
 @dataclass(slots=True)
 class Unknown:
-    """Stands for a value whose class is not known here. ``kind`` is how it was stored ("dataclass", ...), ``value``
-    its plain contents: a dict for dict-like kinds, a list of fields and values for named tuples."""
+    """Stands for a value whose class is not known here. ``kind`` is how it was stored ("dataclass", ...),
+    ``value`` its plain contents: a dict for dict-like kinds, a list of fields and values for named tuples."""
 
     type_name: str
     kind: str
@@ -58,7 +58,8 @@ class Registry:
         self._known: dict[str, type] = {}
 
     def register(self, cls: C, name: str | None = None) -> C:
-        """Let ``cls`` come back for values stored under ``name`` (its own name, if not given); a decorator too.
+        """Let ``cls`` come back for values stored under ``name`` (its own name, if not given); a decorator
+        too.
 
         Raises BadOption if another class has that name.
         """

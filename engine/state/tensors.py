@@ -1,7 +1,7 @@
 """Tensors as bytes: names of dtypes, what can be stored, and views of a tensor's memory.
 
-The bytes of a tensor are its logical elements, row-major, in the running torch's own element size. (torch gives
-each element of its sub-byte integers a byte of its own; those bytes are what is stored.)
+The bytes of a tensor are its logical elements, row-major, in the running torch's own element size. (torch
+gives each element of its sub-byte integers a byte of its own; those bytes are what is stored.)
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def carrier(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory (shape and strides too) in a dtype that torch can copy and compare: it has no kernels for
-    its sub-byte and raw dtypes. ``tensor`` has neither the conjugate nor the negative bit."""
+    """The same memory (shape and strides too) in a dtype that torch can copy and compare: it has no kernels
+    for its sub-byte and raw dtypes. ``tensor`` has neither the conjugate nor the negative bit."""
     return tensor.detach().view(_CARRIERS[tensor.dtype.itemsize])
 
 
@@ -84,7 +84,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def writable_bytes(tensor: torch.Tensor) -> memoryview | None:
-    """A writable view of a contiguous CPU tensor's bytes, valid as long as it lives; None for any other tensor."""
+    """A writable view of a contiguous CPU tensor's bytes, valid as long as it lives; None for any other
+    tensor."""
     if not is_fillable(tensor):
         return None
     return _memory(as_bytes_view(tensor))
@@ -132,7 +133,8 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def copy_into(live: torch.Tensor, source: torch.Tensor) -> None:
-    """Put the elements of ``source`` (CPU, contiguous, same shape) into ``live``, wherever and however it lies.
+    """Put the elements of ``source`` (CPU, contiguous, same shape) into ``live``, wherever and however it
+    lies.
 
     Same dtype: bit for bit. Another dtype: torch's cast. Not recorded by autograd.
     """

@@ -1,7 +1,7 @@
 """Parts into entries and a state image: the first step of every snapshot.
 
-Flattening reads the live state and copies plain values (they are encoded before it returns); tensors and large
-numpy arrays are only referred to, by the leaves, until the copier has copied them.
+Flattening reads the live state and copies plain values (they are encoded before it returns); tensors and
+large numpy arrays are only referred to, by the leaves, until the copier has copied them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ Only ever added to or cleared; a lost race makes an equal box twice."""
 
 @dataclass(slots=True)
 class Leaf:
-    """One tensor of the state. ``tensor`` is the live one (or a fresh one where it had lazy bits to resolve), on
-    its own device, with its own strides; ``shape`` is global and ``boxes`` are this rank's regions of it."""
+    """One tensor of the state. ``tensor`` is the live one (or a fresh one where it had lazy bits to resolve),
+    on its own device, with its own strides; ``shape`` is global and ``boxes`` are this rank's regions of
+    it."""
 
     part: str
     key: str
@@ -90,8 +91,8 @@ def flatten(parts: Mapping[str, Any], *, scope: ScopeOf | None = None) -> FlatSt
     Raises UnsupportedValue, with the path, for anything that cannot be stored.
     """
     encoder = TreeEncoder(scope)
-    # The walk makes many small containers and no cycles: the collector would scan the whole heap, several times,
-    # in the middle of a training step, and find nothing.
+    # The walk makes many small containers and no cycles: the collector would scan the whole heap, several
+    # times, in the middle of a training step, and find nothing.
     collecting = gc.isenabled()
     gc.disable()
     try:

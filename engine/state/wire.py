@@ -6,8 +6,8 @@ A state image is msgpack of ``{"v": 1, "parts": {part: node}}``. A node is
 - a map with string keys: a ``dict`` whose keys are all plain strings, in its order;
 - an array ``[tag, ...]``: everything else, by :class:`Tag`.
 
-Below, ``items`` is a map (all keys plain strings) or a flat array ``[key node, value node, ...]``; ``attributes``
-is a map of instance attributes, left out where there are none.
+Below, ``items`` is a map (all keys plain strings) or a flat array ``[key node, value node, ...]``;
+``attributes`` is a map of instance attributes, left out where there are none.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Tag(enum.IntEnum):
     """First element of a tagged node. Stored: never renumbered."""
 
     REF = 1
-    """[1, entry index] or [1, entry index, flags]: a tensor (flags: :data:`REQUIRES_GRAD`, :data:`PARAMETER`)."""
+    """[1, entry index] or [1, entry index, flags]: a tensor (flags: :data:`REQUIRES_GRAD`,
+    :data:`PARAMETER`)."""
     ALIAS = 2
     """[2, n]: the n-th mutable container of the image once more (counted from 0 as they begin)."""
     LIST = 3
@@ -72,7 +73,8 @@ class Tag(enum.IntEnum):
     SCALAR = 19
     """[19, numpy dtype, bytes]: a numpy scalar."""
     ARRAY_REF = 20
-    """[20, entry index, numpy dtype, shape]: a numpy array that is an entry (raw bytes where torch lacks the dtype)."""
+    """[20, entry index, numpy dtype, shape]: a numpy array that is an entry (raw bytes where torch lacks the
+    dtype)."""
     TORCH = 21
     """[21, kind, text]: a torch dtype, device, layout or memory format, by name."""
     SIZE = 22
@@ -96,7 +98,8 @@ class Tag(enum.IntEnum):
     PATH = 31
     """[31, class name, text node]"""
     ENUM = 32
-    """[32, type, member name or nil] or [32, type, member name or nil, value node] (where it is a plain scalar)"""
+    """[32, type, member name or nil] or [32, type, member name or nil, value node] (where it is a plain
+    scalar)"""
     NAMEDTUPLE = 33
     """[33, type, [field, ...], [node, ...]] (attributes may follow)"""
     DATACLASS = 34
