@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from . import keys, objects
-from .encode import _text
 from .registry import ObjectState, Unknown, attributes_of
 from .tensors import as_bytes_view
 from .trainstate import TrainState
@@ -165,5 +164,4 @@ def _bag(values: Any) -> frozenset[Any]:
 
 
 def _place(where: str, key: Any) -> str:
-    text = keys.component(key, _text(key) if isinstance(key, str) else repr(key))
-    return f"{where}/{text}" if where else text
+    return keys.join(where, keys.label(key))

@@ -78,8 +78,7 @@ def _dataclass(
 
 
 def _blank(cls: Any) -> Any:
-    new: Any = object.__new__
-    return new(cls)
+    return object.__new__(cls)
 
 
 def _subdict(decoder: Decoder, name: str, attributes: dict[str, Any], items: Node) -> Any:
@@ -112,7 +111,7 @@ def _subvalue(decoder: Decoder, name: str, attributes: dict[str, Any], kind: str
     if type(value) is not base:
         raise decoder.damaged(node, f"expected a {kind}")
     stand_in = Unknown(name, kind, value, attributes)
-    cls = decoder.registry.find(name, kind)
+    cls: Any = decoder.registry.find(name, kind)
     if cls is None or issubclass(cls, enum.Enum) or hasattr(cls, "n_sequence_fields"):
         return stand_in
     return _finish(base.__new__(cls, value), attributes, stand_in)

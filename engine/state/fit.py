@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from . import keys, objects
-from .encode import _text
 from .optim import load_optimizer, plan_optimizer
 from .plan_base import Ledger, Phase, Planned, StoredArray, StoredTensor
 from .registry import ObjectState, attributes_of, set_attributes
@@ -285,7 +284,7 @@ def holds_tensors(value: Any) -> bool:
 
 def place(where: str, key: Any) -> str:
     """The path of a child, as it is written in the checkpoint's keys."""
-    return f"{where}/{keys.component(key, _text(key) if isinstance(key, str) else repr(key))}"
+    return f"{where}/{keys.label(key)}"
 
 
 def _kind(value: Any) -> str:

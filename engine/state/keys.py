@@ -66,6 +66,15 @@ def component(key: Any, node: Node) -> str:
     return f"~x{_digest(node)}"
 
 
+def label(key: Any) -> str:
+    """A key of any type for a message: as :func:`component` where that is readable."""
+    if type(key) is str:
+        return text_component(key)
+    if type(key) in (int, bool, float, type(None)) and key == key:
+        return component(key, None)
+    return f"<{repr(key)[:60]}>"
+
+
 def join(parent: str, child: str) -> str:
     return f"{parent}/{child}" if parent else child
 

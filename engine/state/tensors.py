@@ -72,7 +72,9 @@ def resolve(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_bytes_view(tensor: torch.Tensor) -> torch.Tensor:
     """The logical bytes of ``tensor`` as a flat uint8 tensor on its device: a view where it is contiguous."""
-    flat = carrier(resolve(tensor)).contiguous().reshape(-1)
+    dense = carrier(resolve(tensor)).contiguous()
+    # Not reshape: an empty tensor, or one of a single element, may be contiguous with any strides.
+    flat = dense.as_strided((dense.numel(),), (1,))
     if flat.dtype is torch.complex128:
         flat = torch.view_as_real(flat).reshape(-1)
     return flat.view(torch.uint8)
