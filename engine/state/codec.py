@@ -22,6 +22,7 @@ from .decode_user import decode_user
 from .encode import Encoder
 from .registry import REGISTRY, ObjectState, Registry, Unknown
 from .wire import (
+    CONTAINER_LENGTHS,
     FACTORIES,
     ITEM_TAGS,
     MUTABLE,
@@ -113,7 +114,7 @@ class StateImage:
             for node in walk(todo.pop(), self.name):
                 tag = tag_of(node)
                 if tag in (Tag.REF, Tag.ARRAY_REF, Tag.ALIAS) and (len(node) < 2 or type(node[1]) is not int):
-                    raise Damaged(f"{self.name}: a malformed node", found=repr(node)[:80], name=self.name)
+                    raise Damaged(f"{self.name}: a malformed node", found=_shown(node), name=self.name)
                 if tag in (Tag.REF, Tag.ARRAY_REF):
                     found.add(node[1])
                 elif tag == Tag.ALIAS and node[1] not in seen:
@@ -131,7 +132,7 @@ def walk(node: Node, name: str = "state", depth: int = 0) -> Iterator[Node]:
         try:
             inside = list(children(node))
         except (IndexError, AttributeError, TypeError):
-            raise Damaged(f"{name}: a malformed node", found=repr(node)[:80], name=name) from None
+            raise Damaged(f"{name}: a malformed node", found=_shown(node), name=name) from None
         for child in inside:
             yield from walk(child, name, depth + 1)
 
@@ -170,7 +171,7 @@ class Decoder:
         self._resolve = resolve
         self._made: dict[int, Any] = {}
         self._open: set[int] = set()
-        self._wrapped: dict[tuple[int, int], Any] = {}
+        self._wrapped: dict[tuple[int, int | str], Any] = {}
         self._depth = 0
 
     def value(self, node: Node) -> Any:
@@ -188,6 +189,10 @@ class Decoder:
         self._depth += 1
         try:
             made = self.map(node) if kind is dict else self._tagged(node)
+        except RecursionError:
+            if self._depth > 1:
+                raise
+            raise self.damaged(node, "containers lie too deep for this stack") from None
         except _MALFORMED as error:
             raise self.damaged(node, f"{type(error).__name__}: {error}") from None
         finally:
@@ -199,7 +204,7 @@ class Decoder:
 
     def damaged(self, node: Node, why: str = "not a known node") -> Damaged:
         return Damaged(
-            f"{self.image.name}: a malformed node", found=f"{why}: {repr(node)[:80]}", name=self.image.name
+            f"{self.image.name}: a malformed node", found=f"{why}: {_shown(node)}", name=self.image.name
         )
 
     def map(self, node: dict[str, Node]) -> dict[str, Any]:
@@ -233,7 +238,9 @@ class Decoder:
         if tag == Tag.STATE:
             _, name, content = node
             return ObjectState(str(name), self.value(content)) if self.keep_types else self.value(content)
-        if tag in _CONTAINERS:
+        if tag in CONTAINER_LENGTHS:
+            if len(node) not in CONTAINER_LENGTHS[tag]:
+                raise self.damaged(node, f"{len(node)} elements")
             return self._container(tag, node)
         if tag in _PLAIN:
             return _PLAIN[tag](self, *node[1:])
@@ -273,7 +280,7 @@ class Decoder:
             or flags & ~(REQUIRES_GRAD | PARAMETER)
         ):
             raise self.damaged([index, flags])
-        key = (index, flags)
+        key: tuple[int, int | str] = (index, flags)
         if key not in self._wrapped:
             found = self._resolve(index)
             if flags and not self.light:
@@ -293,10 +300,22 @@ class Decoder:
             except ImportError:
                 pass
             else:
-                return decode_foreign(self, node)
+                if tag != Tag.ARRAY_REF:
+                    return decode_foreign(self, node)
+                key = (node[1], repr(node[2:]))
+                if key not in self._wrapped:
+                    self._wrapped[key] = decode_foreign(self, node)
+                return self._wrapped[key]
         names = {Tag.TORCH: f"torch:{node[1]}", Tag.SIZE: "torch:Size", Tag.GENERATOR: "torch:Generator"}
         kinds = {Tag.NUMPY_DTYPE: "numpy:dtype", Tag.ARRAY: "numpy:ndarray", Tag.SCALAR: "numpy:generic"}
         return Unknown((names | kinds)[Tag(tag)], "wire", node)
+
+
+def _shown(node: Node) -> str:
+    try:
+        return repr(node)[:80]
+    except RecursionError:
+        return type(node).__name__
 
 
 _MALFORMED = (
@@ -308,20 +327,6 @@ _MALFORMED = (
     OverflowError,
     UnicodeError,
     struct.error,
-)
-
-_CONTAINERS = frozenset(
-    {
-        Tag.LIST,
-        Tag.TUPLE,
-        Tag.SET,
-        Tag.FROZENSET,
-        Tag.DEQUE,
-        Tag.DICT,
-        Tag.ORDERED,
-        Tag.DEFAULTDICT,
-        Tag.COUNTER,
-    }
 )
 
 

@@ -21,7 +21,7 @@ Node = Any
 
 STATE_VERSION = 1
 
-DEPTH_MAX = 96
+DEPTH_MAX = 64
 """Containers within containers, in the user's terms; deeper state is refused at save and at load."""
 
 NODE_DEPTH_MAX = 2 * DEPTH_MAX + 8
@@ -141,6 +141,19 @@ FACTORIES: dict[str, type] = {
     for cls in (int, float, complex, str, bytes, bytearray, bool, list, dict, tuple, set, frozenset)
 }
 """Factories that a defaultdict may have."""
+
+CONTAINER_LENGTHS: dict[int, tuple[int, ...]] = {
+    Tag.LIST: (2,),
+    Tag.TUPLE: (2,),
+    Tag.SET: (2,),
+    Tag.FROZENSET: (2,),
+    Tag.DEQUE: (3,),
+    Tag.DICT: (2,),
+    Tag.ORDERED: (2, 3),
+    Tag.DEFAULTDICT: (3,),
+    Tag.COUNTER: (2,),
+}
+"""How many elements the node of a builtin container may have, its tag included."""
 
 ITEM_TAGS: dict[int, int] = {Tag.DICT: 1, Tag.ORDERED: 1, Tag.DEFAULTDICT: 1, Tag.COUNTER: 1, Tag.SUBDICT: 2}
 """Where the items of a dict-like node lie."""

@@ -1,4 +1,4 @@
-"""Shared by the tests of the state tree: round trips without storage, sample classes, and random state trees."""
+"""Shared by the tests of the state tree: round trips without storage, sample classes, random state trees."""
 
 from __future__ import annotations
 
@@ -117,7 +117,11 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torc
     made = empty(shape, dtype)
     generator = torch.Generator().manual_seed(seed)
     flat = made.reshape(-1)
-    raw = flat.view(torch.uint8) if dtype is not torch.complex128 else torch.view_as_real(flat).view(torch.uint8)
+    raw = (
+        flat.view(torch.uint8)
+        if dtype is not torch.complex128
+        else torch.view_as_real(flat).view(torch.uint8)
+    )
     top = 2 if dtype is torch.bool else 256
     raw.copy_(torch.randint(0, top, raw.shape, dtype=torch.uint8, generator=generator))
     return made
@@ -164,7 +168,11 @@ zones = st.sampled_from(
         zoneinfo.ZoneInfo("UTC"),
     ]
 )
-texts = st.text() | st.text(st.characters(categories=["Cs", "Ll", "Po"])) | st.sampled_from(["", "a.b", "a/b", "~0", "#1", "[0]"])
+texts = (
+    st.text()
+    | st.text(st.characters(categories=["Cs", "Ll", "Po"]))
+    | st.sampled_from(["", "a.b", "a/b", "~0", "#1", "[0]"])
+)
 arrays = st.builds(
     lambda shape, dtype, seed: np.random.default_rng(seed).integers(0, 100, tuple(shape)).astype(dtype),
     st.lists(st.integers(0, 3), max_size=3),
@@ -184,14 +192,29 @@ hashables = st.recursive(
     | st.builds(datetime.datetime.combine, st.dates(), st.times(), zones)
     | st.times()
     | st.sampled_from([*Colour, *Level, *Access, Access.READ | Access.WRITE])
-    | st.sampled_from([torch.float8_e5m2, torch.device("cuda:1"), torch.Size([2, 0]), np.float32(2.5), np.str_("a"), np.int64(-3)])
-    | st.sampled_from([pathlib.PurePosixPath("a/b"), pathlib.Path("/x"), range(3, 9, 2), Empty(), Text("sub")]),
-    lambda inner: st.lists(inner, max_size=3).map(tuple)
-    | st.frozensets(inner, max_size=3)
-    | st.builds(Point, inner, inner),
+    | st.sampled_from(
+        [
+            torch.float8_e5m2,
+            torch.device("cuda:1"),
+            torch.Size([2, 0]),
+            np.float32(2.5),
+            np.str_("a"),
+            np.int64(-3),
+        ]
+    )
+    | st.sampled_from(
+        [pathlib.PurePosixPath("a/b"), pathlib.Path("/x"), range(3, 9, 2), Empty(), Text("sub")]
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=3).map(tuple)
+        | st.frozensets(inner, max_size=3)
+        | st.builds(Point, inner, inner)
+    ),
     max_leaves=5,
 )
-plain_leaves = hashables | st.binary(max_size=20).map(bytearray) | arrays | st.builds(slice, st.integers(), st.none())
+plain_leaves = (
+    hashables | st.binary(max_size=20).map(bytearray) | arrays | st.builds(slice, st.integers(), st.none())
+)
 leaves = plain_leaves | tensors | parameters
 
 
