@@ -6,7 +6,6 @@ gives each element of its sub-byte integers a byte of its own; those bytes are w
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -51,16 +50,6 @@ def carrier(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory (shape and strides too) in a dtype that torch can copy and compare: it has no kernels
     for its sub-byte and raw dtypes. ``tensor`` has neither the conjugate nor the negative bit."""
     return tensor.detach().view(_CARRIERS[tensor.dtype.itemsize])
-
-
-@functools.cache
-def needs_carrier(dtype: torch.dtype) -> bool:
-    """Whether torch lacks a copy kernel for ``dtype``."""
-    try:
-        _empty((2, 2), dtype).t().contiguous()
-    except (NotImplementedError, RuntimeError):
-        return True
-    return False
 
 
 def resolve(tensor: torch.Tensor) -> torch.Tensor:
@@ -126,10 +115,6 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised contiguous CPU tensor of any dtype."""
-    return _empty(shape, dtype)
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     # By way of the carrier: torch warns, or refuses, when some dtypes are made directly.
     return torch.empty(shape, dtype=_CARRIERS[dtype.itemsize], device="cpu").view(dtype)
 
@@ -142,7 +127,7 @@ def copy_into(live: torch.Tensor, source: torch.Tensor) -> None:
     """
     with torch.no_grad():
         target = live.detach()
-        if target.dtype == source.dtype and needs_carrier(target.dtype):
+        if target.dtype == source.dtype and not target.is_conj() and not target.is_neg():
             target, source = carrier(target), carrier(source)
         target.copy_(source)
 

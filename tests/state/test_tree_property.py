@@ -1,4 +1,4 @@
-"""Any state tree comes back equal in type, structure, order, dtype and bits; saved again it gives the same."""
+"""Any state tree comes back equal in type, structure, order, dtype and bits; saved again it is the same."""
 
 from __future__ import annotations
 
