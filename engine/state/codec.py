@@ -1,8 +1,8 @@
-"""State images into values. Imports torch and numpy only where a value of theirs is decoded, and where they are
-absent (or not wanted) gives stand-ins.
+"""State images into values. Imports torch and numpy only where a value of theirs is decoded, and where they
+are absent (or not wanted) gives stand-ins.
 
-Decoding executes nothing that a file names, and ends: depth, sizes and references are checked; whatever does not
-follow :mod:`~everstep.state.wire` raises Damaged.
+Decoding executes nothing that a file names, and ends: depth, sizes and references are checked; whatever does
+not follow :mod:`~everstep.state.wire` raises Damaged.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .decode_user import decode_user
 from .encode import Encoder
 from .registry import REGISTRY, ObjectState, Registry, Unknown
 from .wire import (
+    CONTAINER_LENGTHS,
     FACTORIES,
     ITEM_TAGS,
     MUTABLE,
@@ -56,7 +57,8 @@ def decode_state(
     light: bool = False,
     name: str = "state",
 ) -> dict[str, Any]:
-    """All parts of a state image. ``light``: never import torch or numpy; :class:`Unknown` stands for their values.
+    """All parts of a state image. ``light``: never import torch or numpy; :class:`Unknown` stands for their
+    values.
 
     Raises Damaged or UnknownFormat, naming ``name``.
     """
@@ -86,8 +88,8 @@ class StateImage:
         self._containers: list[Node] | None = None
 
     def decoder(self, resolve: Resolve, *, keep_types: bool = False) -> Decoder:
-        """What makes values of nodes; values made by one decoder share aliased containers. ``keep_types``: the
-        state of an object comes as an :class:`ObjectState`."""
+        """What makes values of nodes; values made by one decoder share aliased containers. ``keep_types``:
+        the state of an object comes as an :class:`ObjectState`."""
         return Decoder(self, resolve, keep_types=keep_types)
 
     def container(self, number: int) -> Node:
@@ -100,7 +102,9 @@ class StateImage:
                 if type(node) is dict or tag_of(node) in MUTABLE
             ]
         if type(number) is not int or not 0 <= number < len(self._containers):
-            raise Damaged(f"{self.name}: alias of a container that is not there", found=number, name=self.name)
+            raise Damaged(
+                f"{self.name}: alias of a container that is not there", found=number, name=self.name
+            )
         return self._containers[number]
 
     def refs(self, part: str) -> set[int]:
@@ -110,7 +114,7 @@ class StateImage:
             for node in walk(todo.pop(), self.name):
                 tag = tag_of(node)
                 if tag in (Tag.REF, Tag.ARRAY_REF, Tag.ALIAS) and (len(node) < 2 or type(node[1]) is not int):
-                    raise Damaged(f"{self.name}: a malformed node", found=repr(node)[:80], name=self.name)
+                    raise Damaged(f"{self.name}: a malformed node", found=_shown(node), name=self.name)
                 if tag in (Tag.REF, Tag.ARRAY_REF):
                     found.add(node[1])
                 elif tag == Tag.ALIAS and node[1] not in seen:
@@ -128,7 +132,7 @@ def walk(node: Node, name: str = "state", depth: int = 0) -> Iterator[Node]:
         try:
             inside = list(children(node))
         except (IndexError, AttributeError, TypeError):
-            raise Damaged(f"{name}: a malformed node", found=repr(node)[:80], name=name) from None
+            raise Damaged(f"{name}: a malformed node", found=_shown(node), name=name) from None
         for child in inside:
             yield from walk(child, name, depth + 1)
 
@@ -167,7 +171,7 @@ class Decoder:
         self._resolve = resolve
         self._made: dict[int, Any] = {}
         self._open: set[int] = set()
-        self._wrapped: dict[tuple[int, int], Any] = {}
+        self._wrapped: dict[tuple[int, int | str], Any] = {}
         self._depth = 0
 
     def value(self, node: Node) -> Any:
@@ -185,6 +189,10 @@ class Decoder:
         self._depth += 1
         try:
             made = self.map(node) if kind is dict else self._tagged(node)
+        except RecursionError:
+            if self._depth > 1:
+                raise
+            raise self.damaged(node, "containers lie too deep for this stack") from None
         except _MALFORMED as error:
             raise self.damaged(node, f"{type(error).__name__}: {error}") from None
         finally:
@@ -195,7 +203,9 @@ class Decoder:
         return made
 
     def damaged(self, node: Node, why: str = "not a known node") -> Damaged:
-        return Damaged(f"{self.image.name}: a malformed node", found=f"{why}: {repr(node)[:80]}", name=self.image.name)
+        return Damaged(
+            f"{self.image.name}: a malformed node", found=f"{why}: {_shown(node)}", name=self.image.name
+        )
 
     def map(self, node: dict[str, Node]) -> dict[str, Any]:
         if not all(type(key) is str for key in node):
@@ -228,7 +238,9 @@ class Decoder:
         if tag == Tag.STATE:
             _, name, content = node
             return ObjectState(str(name), self.value(content)) if self.keep_types else self.value(content)
-        if tag in _CONTAINERS:
+        if tag in CONTAINER_LENGTHS:
+            if len(node) not in CONTAINER_LENGTHS[tag]:
+                raise self.damaged(node, f"{len(node)} elements")
             return self._container(tag, node)
         if tag in _PLAIN:
             return _PLAIN[tag](self, *node[1:])
@@ -242,7 +254,9 @@ class Decoder:
             if tag == Tag.DEQUE:
                 _, _, maxlen = node
                 return collections.deque(values, maxlen)
-            return {Tag.LIST: list, Tag.TUPLE: tuple, Tag.SET: set, Tag.FROZENSET: frozenset}[Tag(tag)](values)
+            return {Tag.LIST: list, Tag.TUPLE: tuple, Tag.SET: set, Tag.FROZENSET: frozenset}[Tag(tag)](
+                values
+            )
         items = self.items(node[ITEM_TAGS[tag]])
         if tag == Tag.DICT:
             return items
@@ -259,9 +273,14 @@ class Decoder:
 
     def tensor(self, index: int, flags: int = 0) -> Any:
         """What stands for entry ``index``: the same object each time it occurs with the same flags."""
-        if type(index) is not int or index < 0 or type(flags) is not int or flags & ~(REQUIRES_GRAD | PARAMETER):
+        if (
+            type(index) is not int
+            or index < 0
+            or type(flags) is not int
+            or flags & ~(REQUIRES_GRAD | PARAMETER)
+        ):
             raise self.damaged([index, flags])
-        key = (index, flags)
+        key: tuple[int, int | str] = (index, flags)
         if key not in self._wrapped:
             found = self._resolve(index)
             if flags and not self.light:
@@ -281,26 +300,33 @@ class Decoder:
             except ImportError:
                 pass
             else:
-                return decode_foreign(self, node)
+                if tag != Tag.ARRAY_REF:
+                    return decode_foreign(self, node)
+                key = (node[1], repr(node[2:]))
+                if key not in self._wrapped:
+                    self._wrapped[key] = decode_foreign(self, node)
+                return self._wrapped[key]
         names = {Tag.TORCH: f"torch:{node[1]}", Tag.SIZE: "torch:Size", Tag.GENERATOR: "torch:Generator"}
         kinds = {Tag.NUMPY_DTYPE: "numpy:dtype", Tag.ARRAY: "numpy:ndarray", Tag.SCALAR: "numpy:generic"}
         return Unknown((names | kinds)[Tag(tag)], "wire", node)
 
 
-_MALFORMED = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, UnicodeError, struct.error)
+def _shown(node: Node) -> str:
+    try:
+        return repr(node)[:80]
+    except RecursionError:
+        return type(node).__name__
 
-_CONTAINERS = frozenset(
-    {
-        Tag.LIST,
-        Tag.TUPLE,
-        Tag.SET,
-        Tag.FROZENSET,
-        Tag.DEQUE,
-        Tag.DICT,
-        Tag.ORDERED,
-        Tag.DEFAULTDICT,
-        Tag.COUNTER,
-    }
+
+_MALFORMED = (
+    TypeError,
+    ValueError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    OverflowError,
+    UnicodeError,
+    struct.error,
 )
 
 
@@ -323,7 +349,9 @@ def _slice(decoder: Decoder, *bounds: Node) -> slice:
     return slice(*values)
 
 
-def _timezone(decoder: Decoder, days: int, seconds: int, microseconds: int, name: str | None) -> datetime.timezone:
+def _timezone(
+    decoder: Decoder, days: int, seconds: int, microseconds: int, name: str | None
+) -> datetime.timezone:
     offset = datetime.timedelta(days, seconds, microseconds)
     return datetime.timezone(offset) if name is None else datetime.timezone(offset, name)
 
@@ -366,11 +394,15 @@ _PLAIN: dict[int, Callable[..., Any]] = {
     Tag.RANGE: _range,
     Tag.SLICE: _slice,
     Tag.DATE: lambda decoder, year, month, day: datetime.date(year, month, day),
-    Tag.TIME: lambda decoder, h, m, s, us, fold, zone: _zoned(decoder, datetime.time, (h, m, s, us), fold, zone),
+    Tag.TIME: lambda decoder, h, m, s, us, fold, zone: _zoned(
+        decoder, datetime.time, (h, m, s, us), fold, zone
+    ),
     Tag.DATETIME: lambda decoder, y, mo, d, h, m, s, us, fold, zone: _zoned(
         decoder, datetime.datetime, (y, mo, d, h, m, s, us), fold, zone
     ),
-    Tag.TIMEDELTA: lambda decoder, days, seconds, microseconds: datetime.timedelta(days, seconds, microseconds),
+    Tag.TIMEDELTA: lambda decoder, days, seconds, microseconds: datetime.timedelta(
+        days, seconds, microseconds
+    ),
     Tag.TIMEZONE: _timezone,
     Tag.ZONE: _zone,
     Tag.PATH: _path,

@@ -44,7 +44,9 @@ def _enum(decoder: Decoder, name: str, attributes: dict[str, Any], member: str |
             return stand_in
     else:
         found = None
-    same = found is not None and (not values or (type(found.value), found.value) == (type(values[0]), values[0]))
+    same = found is not None and (
+        not values or (type(found.value), found.value) == (type(values[0]), values[0])
+    )
     return found if same or _both_nan(found, values) else stand_in
 
 
@@ -52,7 +54,9 @@ def _both_nan(member: Any, values: list[Any]) -> bool:
     return member is not None and bool(values) and member.value != member.value and values[0] != values[0]
 
 
-def _namedtuple(decoder: Decoder, name: str, attributes: dict[str, Any], fields: list[str], nodes: Node) -> Any:
+def _namedtuple(
+    decoder: Decoder, name: str, attributes: dict[str, Any], fields: list[str], nodes: Node
+) -> Any:
     values = decoder.sequence(nodes)
     stand_in = Unknown(name, "namedtuple", values, attributes, list(fields))
     cls: Any = decoder.registry.find(name, "namedtuple")
@@ -70,7 +74,11 @@ def _dataclass(
     # A class that has other fields now is another class: its new fields would have no value.
     if cls is None or {field.name for field in dataclasses.fields(cls)} != {*values, *missing}:
         return stand_in
-    return _finish(object.__new__(cls), {**values, **attributes}, stand_in)
+    return _finish(_blank(cls), {**values, **attributes}, stand_in)
+
+
+def _blank(cls: Any) -> Any:
+    return object.__new__(cls)
 
 
 def _subdict(decoder: Decoder, name: str, attributes: dict[str, Any], items: Node) -> Any:
@@ -103,7 +111,7 @@ def _subvalue(decoder: Decoder, name: str, attributes: dict[str, Any], kind: str
     if type(value) is not base:
         raise decoder.damaged(node, f"expected a {kind}")
     stand_in = Unknown(name, kind, value, attributes)
-    cls = decoder.registry.find(name, kind)
+    cls: Any = decoder.registry.find(name, kind)
     if cls is None or issubclass(cls, enum.Enum) or hasattr(cls, "n_sequence_fields"):
         return stand_in
     return _finish(base.__new__(cls, value), attributes, stand_in)

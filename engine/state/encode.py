@@ -1,4 +1,5 @@
-"""Values into nodes. Knows the standard library's types; torch and numpy come in through ``handlers`` and ``other``.
+"""Values into nodes. Knows the standard library's types; torch and numpy come in through ``handlers`` and
+``other``.
 
 An :class:`Encoder` serves one flattening, on one thread. It keeps no reference beyond that.
 """
@@ -25,6 +26,10 @@ Path = tuple[Any, ...]
 Handler = Callable[["Encoder", Any, str, Path], Node]
 
 _ATOMS = frozenset({type(None), bool, float})
+_TEXT_KEYS = {str}
+_PLAIN_KEYS_MAX = 1 << 17
+_plain_keys: set[str] = set()
+"""String keys known to need no escape. Only ever added to, or cleared."""
 _INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
 
 
@@ -38,7 +43,6 @@ class Encoder:
     def __init__(self) -> None:
         self.part = ""
         self._ordinals: dict[int, int] = {}
-        self._open: set[int] = set()
         self._alive: list[object] = []
         self._in_key = False
 
@@ -47,7 +51,9 @@ class Encoder:
         nodes: dict[str, Node] = {}
         for part, value in parts.items():
             if type(part) is not str or not part.isprintable() or not part:
-                raise UnsupportedValue("a part's name must be a non-empty printable text", found=repr(part), path="")
+                raise UnsupportedValue(
+                    "a part's name must be a non-empty printable text", found=repr(part), path=""
+                )
             self.part = part
             try:
                 nodes[part] = self.node(value, "", ())
@@ -55,7 +61,9 @@ class Encoder:
                 raise UnsupportedValue(f"{part}: containers lie too deep for this stack", path=part) from None
         data: bytes = msgspec.msgpack.encode({"v": STATE_VERSION, "parts": nodes})
         if len(data) > STATE_BYTES_MAX:
-            raise UnsupportedValue("plain values take too much room", found=len(data), expected=STATE_BYTES_MAX, path="")
+            raise UnsupportedValue(
+                "plain values take too much room", found=len(data), expected=STATE_BYTES_MAX, path=""
+            )
         return data
 
     # What a subclass adds.
@@ -99,31 +107,33 @@ class Encoder:
         return found if found is not None else _user(self, value, text, path)
 
     def enter(self, value: object, text: str, path: Path) -> Node | None:
-        """Begin a mutable container: its alias node if it was met before, else None (then :meth:`leave` it)."""
+        """Begin a mutable container: its alias node if it was met before, else None (then :meth:`leave`
+        it)."""
         if self._in_key:
             raise self.refuse(value, text, "a mutable value cannot be a key or an element of a set")
         if len(path) > DEPTH_MAX:
             raise self.refuse(value, text, f"containers lie more than {DEPTH_MAX} deep")
         number = self._ordinals.get(id(value))
         if number is None:
-            self._ordinals[id(value)] = len(self._ordinals)
-            self._open.add(id(value))
+            # Inverted while the container is open: then meeting it again is a cycle.
+            self._ordinals[id(value)] = ~len(self._ordinals)
             # Keeps an object that was made on the fly, so that its id is not given to another one.
             self._alive.append(value)
             return None
-        if id(value) in self._open:
+        if number < 0:
             raise self.refuse(value, text, "a container holds itself")
         return [Tag.ALIAS.value, number]
 
     def leave(self, value: object) -> None:
-        self._open.discard(id(value))
+        self._ordinals[id(value)] = ~self._ordinals[id(value)]
 
     def items(self, items: Mapping[Any, Any], view: Iterable[tuple[Any, Any]], text: str, path: Path) -> Node:
         """The ``items`` of a dict-like value: a map if all keys are plain strings, else a flat array."""
-        texts = set(map(type, items)) <= {str}
-        if not texts or not _all_unicode(items):
+        if not set(map(type, items)) <= _TEXT_KEYS:
             return self._pairs(view, text, path)
-        plain = keys.are_plain(items)
+        plain = _plain_keys.issuperset(items) or _learn_plain(items)
+        if not plain and not _all_unicode(items):
+            return self._pairs(view, text, path)
         parent = f"{text}/" if text else ""
         out: dict[str, Node] = {}
         leaf_types = self.leaf_types
@@ -135,6 +145,8 @@ class Encoder:
             place = parent + (key if plain else keys.text_component(key))
             if kind in leaf_types:
                 out[key] = self.leaf(value, place, path, key)
+            elif kind is dict:
+                out[key] = _dict(self, value, place, (*path, key))
             else:
                 out[key] = self.node(value, place, (*path, key))
         return out
@@ -142,7 +154,7 @@ class Encoder:
     def _pairs(self, view: Iterable[tuple[Any, Any]], text: str, path: Path) -> list[Node]:
         out: list[Node] = []
         for key, value in view:
-            node = self.key(key, text, path)
+            node = key if type(key) is int and _INT_MIN <= key <= _INT_MAX else self.key(key, text, path)
             out.append(node)
             place = keys.join(text, keys.component(key, node))
             out.append(self.node(value, place, (*path, key)))
@@ -180,6 +192,16 @@ class Encoder:
         if type(items) is not dict:
             raise self.refuse(attributes, place, "names of attributes must be plain texts")
         return [items]
+
+
+def _learn_plain(texts: Mapping[str, Any]) -> bool:
+    """Whether no key needs an escape; if so they are remembered, as most states have the same keys again."""
+    if not keys.are_plain(texts) or not _all_unicode(texts):
+        return False
+    if len(_plain_keys) > _PLAIN_KEYS_MAX:
+        _plain_keys.clear()
+    _plain_keys.update(texts)
+    return True
 
 
 def _all_unicode(texts: Iterable[str]) -> bool:
@@ -231,9 +253,7 @@ def _ordered(encoder: Encoder, value: collections.OrderedDict[Any, Any], text: s
     return [Tag.ORDERED.value, items, *after]
 
 
-def _defaultdict(
-    encoder: Encoder, value: collections.defaultdict[Any, Any], text: str, path: Path
-) -> Node:
+def _defaultdict(encoder: Encoder, value: collections.defaultdict[Any, Any], text: str, path: Path) -> Node:
     factory = value.default_factory
     name = None if factory is None else getattr(factory, "__name__", "")
     if name is not None and FACTORIES.get(name) is not factory:
@@ -353,7 +373,12 @@ def _path(encoder: Encoder, value: pathlib.PurePath, text: str, path: Path) -> N
 
 def _unknown(encoder: Encoder, value: Unknown, text: str, path: Path) -> Node:
     kind, name = value.kind, value.type_name
-    place = {"dict": Tag.SUBDICT, "list": Tag.SUBLIST, "namedtuple": Tag.NAMEDTUPLE, "dataclass": Tag.DATACLASS}
+    place = {
+        "dict": Tag.SUBDICT,
+        "list": Tag.SUBLIST,
+        "namedtuple": Tag.NAMEDTUPLE,
+        "dataclass": Tag.DATACLASS,
+    }
     if kind == "wire":
         return value.value
     if kind == "enum":
@@ -387,10 +412,11 @@ def _user(encoder: Encoder, value: Any, text: str, path: Path) -> Node:
         raise encoder.refuse(value, text, "a class cannot be stored")
     if isinstance(value, enum.Enum):
         return _enum(encoder, value, text)
-    if isinstance(value, tuple) and isinstance(getattr(type(value), "_fields", None), tuple):
+    fields = getattr(type(value), "_fields", None)
+    if isinstance(value, tuple) and isinstance(fields, tuple):
         nodes = encoder.sequence(tuple.__iter__(value), text, path)
         after = encoder.attributes(attributes_of(value), text, path)
-        return [Tag.NAMEDTUPLE.value, type_name(type(value)), list(type(value)._fields), nodes, *after]
+        return [Tag.NAMEDTUPLE.value, type_name(type(value)), list(fields), nodes, *after]
     if isinstance(value, (dict, list)) and not isinstance(value, collections.defaultdict):
         return _subclass(encoder, value, text, path)
     if dataclasses.is_dataclass(value):
@@ -398,7 +424,12 @@ def _user(encoder: Encoder, value: Any, text: str, path: Path) -> Node:
     for base, read in _CONTENTS.items():
         # A struct sequence (a C type such as torch.return_types.max) is no plain tuple subclass.
         if isinstance(value, base) and not hasattr(value, "n_sequence_fields"):
-            body = [Tag.SUBVALUE.value, type_name(type(value)), base.__name__, encoder.node(read(value), text, path)]
+            body = [
+                Tag.SUBVALUE.value,
+                type_name(type(value)),
+                base.__name__,
+                encoder.node(read(value), text, path),
+            ]
             return [*body, *encoder.attributes(attributes_of(value), text, path)]
     raise encoder.refuse(
         value,
@@ -488,13 +519,7 @@ HANDLERS: dict[type, Handler] = {
     Unknown: _unknown,
 }
 HANDLERS.update(
-    {
-        cls: _path
-        for cls in (
-            pathlib.PurePosixPath,
-            pathlib.PureWindowsPath,
-            pathlib.PosixPath,
-            pathlib.WindowsPath,
-        )
-    }
+    dict.fromkeys(
+        (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath), _path
+    )
 )

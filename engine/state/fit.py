@@ -1,12 +1,12 @@
 """Walking a live target and a checkpoint side by side.
 
-:meth:`Fitter.part` compares one part (its checkpoint's values having :class:`StoredTensor` for tensors), claims
-live tensors, notes differences, and gives an *applier*: called later with the real values, it puts them in place
-and returns what the parent should hold (the live object itself wherever that can be).
+:meth:`Fitter.part` compares one part (its checkpoint's values having :class:`StoredTensor` for tensors),
+claims live tensors, notes differences, and gives an *applier*: called later with the real values, it puts
+them in place and returns what the parent should hold (the live object itself wherever that can be).
 
 The rule for plain values: a subtree without tensors on either side is replaced as a whole (a history may have
-grown); containers with tensors, and the outermost container of a part, must have the same keys. None and empty
-containers in the target take whatever is stored.
+grown); containers with tensors, and the outermost container of a part, must have the same keys. None and
+empty containers in the target take whatever is stored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from . import keys, objects
-from .encode import _text
 from .optim import load_optimizer, plan_optimizer
 from .plan_base import Ledger, Phase, Planned, StoredArray, StoredTensor
 from .registry import ObjectState, attributes_of, set_attributes
@@ -166,7 +165,10 @@ class Fitter:
         if len(live) != len(stored):
             self.ledger.differ("shape", f"{where}: stored {len(stored)} elements, target {len(live)}")
             return _take
-        appliers = [self.fit(mine, other, f"{where}/[{at}]") for at, (mine, other) in enumerate(zip(live, stored, strict=True))]
+        appliers = [
+            self.fit(mine, other, f"{where}/[{at}]")
+            for at, (mine, other) in enumerate(zip(live, stored, strict=True))
+        ]
 
         def apply(value: Any) -> Any:
             made = [one(item) for one, item in zip(appliers, value, strict=True)]
@@ -247,14 +249,14 @@ class Fitter:
             elif isinstance(value, torch.Tensor) != isinstance(stored[key], StoredTensor):
                 self._mistyped(value, stored[key], here)
             elif isinstance(value, torch.Tensor):
-                # A module that does something of its own while loading gets a filled dict instead of filled tensors.
+                # A module that does something of its own while loading gets a filled dict instead of filled
+                # tensors.
                 (self.ledger.claim if plain else self.ledger.fits)(value, stored[key].index, here)
         if plain:
             return lambda value: live
 
         def load(value: Any) -> None:
-            content = {key: item for key, item in value.items() if key in own}
-            content = type(value)(content) if type(value) is collections.OrderedDict else content
+            content: Any = collections.OrderedDict((key, item) for key, item in value.items() if key in own)
             if hasattr(value, "_metadata"):
                 content._metadata = value._metadata
             live.load_state_dict(objects.with_prefixes(live, content), strict=not missing)
@@ -263,7 +265,8 @@ class Fitter:
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether ``value``, a live or a stored one, holds tensors, large arrays or objects with state anywhere."""
+    """Whether ``value``, a live or a stored one, holds tensors, large arrays or objects with state
+    anywhere."""
     if isinstance(value, (torch.Tensor, StoredTensor, StoredArray, ObjectState)):
         return True
     if isinstance(value, (*_SCALARS, type(None), np.ndarray, np.generic)):
@@ -281,7 +284,7 @@ def holds_tensors(value: Any) -> bool:
 
 def place(where: str, key: Any) -> str:
     """The path of a child, as it is written in the checkpoint's keys."""
-    return f"{where}/{keys.component(key, _text(key) if isinstance(key, str) else repr(key))}"
+    return f"{where}/{keys.label(key)}"
 
 
 def _kind(value: Any) -> str:
@@ -290,6 +293,10 @@ def _kind(value: Any) -> str:
     if isinstance(value, StoredArray):
         return "a numpy array"
     return f"a {type(value).__qualname__}"
+
+
+def _is_frozen(cls: Any) -> bool:
+    return bool(cls.__dataclass_params__.frozen)
 
 
 def _refill(live: Any, value: Any) -> Any:
@@ -306,7 +313,7 @@ def _refill(live: Any, value: Any) -> Any:
     elif isinstance(live, collections.deque) and live.maxlen == value.maxlen:
         live.clear()
         live.extend(value)
-    elif dataclasses.is_dataclass(live) and not type(live).__dataclass_params__.frozen:  # type: ignore[attr-defined]
+    elif dataclasses.is_dataclass(live) and not _is_frozen(type(live)):
         set_attributes(live, attributes_of(value))
     else:
         return value

@@ -1,4 +1,5 @@
-"""Values of torch and numpy, both ways: handlers for the encoder, and what the decoder calls for their nodes."""
+"""Values of torch and numpy, both ways: handlers for the encoder, and what the decoder calls for their
+nodes."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class Gradients(Planned):
-    """``.grad`` of the parameters of a TrainState's model, by the names of its state dict, and ``micro_step``."""
+    """``.grad`` of the parameters of a TrainState's model, by the names of its state dict, and
+    ``micro_step``."""
 
     def __init__(self, owner: TrainState) -> None:
         self._owner = owner
@@ -58,7 +59,9 @@ class Gradients(Planned):
     def _plan_one(self, ledger: Ledger, parameter: torch.Tensor, index: int, place: str) -> None:
         entry = ledger.entry(index)
         if entry.shape != tuple(parameter.shape):
-            ledger.differ("shape", f"{place}: stored {entry.shape}, its parameter is {tuple(parameter.shape)}")
+            ledger.differ(
+                "shape", f"{place}: stored {entry.shape}, its parameter is {tuple(parameter.shape)}"
+            )
         elif entry.dtype != str(parameter.dtype).removeprefix("torch."):
             ledger.differ("dtype", f"{place}: stored {entry.dtype}, its parameter is {parameter.dtype}")
         elif parameter.grad is not None:
@@ -67,5 +70,7 @@ class Gradients(Planned):
     def _parameters(self) -> dict[str, torch.Tensor]:
         model = objects.unwrap(self._owner.model)
         if not isinstance(model, torch.nn.Module):
-            raise StateError("gradients are stored for a model that is one nn.Module", found=type(model), path="grads")
+            raise StateError(
+                "gradients are stored for a model that is one nn.Module", found=type(model), path="grads"
+            )
         return objects.named_parameters(model)

@@ -1,9 +1,9 @@
 """The text of a typed path inside a part: injective, and readable where keys are plain.
 
-Components are joined by ``/``. A string key is itself, with ``~`` as the escape; ``#3`` is an integer key, ``[3]``
-a position in a list or tuple, ``.x`` nothing special: a field of a dataclass or named tuple is written as its name.
-Other key types are tagged: ``~n`` None, ``~b1`` True, ``~f`` float, ``~y`` bytes, ``~x`` anything else (the hash of
-its node). ``@`` is escaped because the layout marks boxes with it.
+Components are joined by ``/``. A string key is itself, with ``~`` as the escape; ``#3`` is an integer key,
+``[3]`` a position in a list or tuple, ``.x`` nothing special: a field of a dataclass or named tuple is
+written as its name. Other key types are tagged: ``~n`` None, ``~b1`` True, ``~f`` float, ``~y`` bytes, ``~x``
+anything else (the hash of its node). ``@`` is escaped because the layout marks boxes with it.
 """
 
 from __future__ import annotations
@@ -64,6 +64,15 @@ def component(key: Any, node: Node) -> str:
     if kind is bytes and len(key) <= 32:
         return f"~y{key.hex()}"
     return f"~x{_digest(node)}"
+
+
+def label(key: Any) -> str:
+    """A key of any type for a message: as :func:`component` where that is readable."""
+    if type(key) is str:
+        return text_component(key)
+    if type(key) in (int, bool, float, type(None)) and key == key:
+        return component(key, None)
+    return f"<{repr(key)[:60]}>"
 
 
 def join(parent: str, child: str) -> str:

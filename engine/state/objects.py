@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -26,13 +26,12 @@ def is_stateful(value: object) -> bool:
 def inner_of(module: object) -> torch.nn.Module | None:
     """The module inside a DDP, DataParallel or compile wrapper; None if ``module`` is no wrapper."""
     if isinstance(module, (torch.nn.parallel.DistributedDataParallel, torch.nn.parallel.DataParallel)):
-        return module.module
+        return cast(torch.nn.Module, module.module)
     # A compiled module exists only where this is imported already; importing it costs a second.
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     optimized = getattr(eval_frame, "OptimizedModule", None)
     if optimized is not None and isinstance(module, optimized):
-        found: torch.nn.Module = module._orig_mod  # type: ignore[attr-defined]
-        return found
+        return cast(torch.nn.Module, module._orig_mod)
     return None
 
 
@@ -69,7 +68,8 @@ def with_prefixes(module: torch.nn.Module, content: Mapping[str, Any]) -> Mappin
 
 
 def _wrapper_prefixes(module: torch.nn.Module, content: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(prefix with the wrapper's part, prefix without) of every wrapper inside ``module``, innermost first."""
+    """(prefix with the wrapper's part, prefix without) of every wrapper inside ``module``, innermost
+    first."""
     joined = "\n".join(key for key in content if isinstance(key, str))
     if not any(f"{name}." in joined for name in _WRAPPED_IN.values()):
         return []
@@ -96,12 +96,16 @@ def _renamed(content: dict[str, Any], prefixes: list[tuple[str, str]], where: st
     for key, value in content.items():
         name = _strip(key, prefixes)
         if name in out:
-            raise StateError(f"{where}: two keys become one without their wrappers", found=key, path=f"{where}/{name}")
+            raise StateError(
+                f"{where}: two keys become one without their wrappers", found=key, path=f"{where}/{name}"
+            )
         out[name] = value
     metadata = getattr(content, "_metadata", None)
     if metadata is not None:
         # Wrappers have metadata of their own, at the place that the module inside takes: the inner one wins.
-        kept = collections.OrderedDict((_strip(f"{key}.", prefixes)[:-1], item) for key, item in metadata.items())
+        kept = collections.OrderedDict(
+            (_strip(f"{key}.", prefixes)[:-1], item) for key, item in metadata.items()
+        )
         out._metadata = kept  # type: ignore[attr-defined]
     return out
 
@@ -149,13 +153,14 @@ def is_plain_module(module: torch.nn.Module) -> bool:
 
 def _from_torch(module: torch.nn.Module, *methods: str) -> bool:
     return all(
-        name not in module.__dict__ and getattr(type(module), name).__module__.startswith(("torch.nn.", "torch._dynamo."))
+        name not in module.__dict__
+        and getattr(type(module), name).__module__.startswith(("torch.nn.", "torch._dynamo."))
         for name in methods
     )
 
 
 def named_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The parameters of ``module`` (unwrapped), each once, named as :func:`state_of` names them."""
-    named = dict(module.named_parameters())
+    named: dict[str, torch.Tensor] = dict(module.named_parameters())
     prefixes = _wrapper_prefixes(module, named)
     return {_strip(name, prefixes): parameter for name, parameter in named.items()} if prefixes else named

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .plan_base import Ledger, Phase, StoredTensor
+from .plan_base import Ledger, StoredTensor
 from .tensors import as_bytes_view
 
 _SHAPED_AS_PARAMETER = frozenset(
@@ -29,8 +29,8 @@ _SHAPED_AS_PARAMETER = frozenset(
 
 
 def plan_optimizer(ledger: Ledger, optimizer: torch.optim.Optimizer, stored: Any, where: str) -> bool:
-    """Compare ``stored`` (a state dict with :class:`StoredTensor` for tensors) and claim what can be filled in
-    place. False if it is no optimizer state; then nothing can be loaded."""
+    """Compare ``stored`` (a state dict with :class:`StoredTensor` for tensors) and claim what can be filled
+    in place. False if it is no optimizer state; then nothing can be loaded."""
     if not isinstance(stored, dict) or not {"state", "param_groups"} <= set(stored):
         ledger.differ("type", f"{where}: stored is no optimizer state")
         return False
@@ -63,7 +63,9 @@ def _compare_groups(
     sizes = [len(group["params"]) for group in live]
     stored_sizes = [len(group["params"]) for group in groups]
     if sizes != stored_sizes:
-        ledger.differ("shape", f"{where}/param_groups: stored groups of {stored_sizes} parameters, target {sizes}")
+        ledger.differ(
+            "shape", f"{where}/param_groups: stored groups of {stored_sizes} parameters, target {sizes}"
+        )
         return None
     parameters: dict[Any, torch.Tensor] = {}
     for number, (group, mine) in enumerate(zip(groups, live, strict=True)):
@@ -83,7 +85,9 @@ def _compare_held(ledger: Ledger, mine: torch.Tensor, index: int, place: str) ->
         ledger.differ("shape", f"{place}: stored {entry.shape}, target {tuple(mine.shape)}")
     elif str(mine.dtype).removeprefix("torch.") != entry.dtype:
         # Loosened, the stored dtype is kept: a cast of moments loses them for good.
-        ledger.differ("dtype", f"{place}: stored {entry.dtype}, target {str(mine.dtype).removeprefix('torch.')}")
+        ledger.differ(
+            "dtype", f"{place}: stored {entry.dtype}, target {str(mine.dtype).removeprefix('torch.')}"
+        )
 
 
 def _compare_shape(ledger: Ledger, parameter: torch.Tensor, index: int, place: str) -> None:
@@ -93,8 +97,9 @@ def _compare_shape(ledger: Ledger, parameter: torch.Tensor, index: int, place: s
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, content: dict[str, Any]) -> None:
-    """``optimizer.load_state_dict(content)``, exactly: torch casts state to the parameters' dtype and rebuilds
-    nested values; whatever it changed so is put back as it was stored, on the device that torch chose."""
+    """``optimizer.load_state_dict(content)``, exactly: torch casts state to the parameters' dtype and
+    rebuilds nested values; whatever it changed so is put back as it was stored, on the device that torch
+    chose."""
     optimizer.load_state_dict(content)
     order = [index for group in content["param_groups"] for index in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

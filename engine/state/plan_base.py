@@ -1,4 +1,5 @@
-"""What planning a restore collects: mismatches, which tensor each entry fills, and what is to be done afterwards."""
+"""What planning a restore collects: mismatches, which tensor each entry fills, and what is to be done
+afterwards."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from ..errors import BadOption, Damaged, StateMismatch
 from ..format.layout import Entry
@@ -37,7 +39,8 @@ class Planned:
     phase: Phase = Phase.OTHERS
 
     def plan(self, ledger: Ledger, stored: Any, where: str) -> None:
-        """Compare ``stored`` (with :class:`StoredTensor` for tensors) with this, noting differences in ``ledger``."""
+        """Compare ``stored`` (with :class:`StoredTensor` for tensors) with this, noting differences in
+        ``ledger``."""
         raise NotImplementedError
 
     def load_state_dict(self, state: Any) -> None:
@@ -94,7 +97,7 @@ class Ledger:
         lines = "\n".join(f"  {text}" for text in shown) + (f"\n  and {more} more" if more else "")
         kinds = sorted({text.partition(":")[0] for text in self.mismatches} & LOOSENINGS)
         raise StateMismatch(
-            f"the checkpoint does not fit the target in {len(self.mismatches)} places; nothing was changed\n{lines}\n",
+            f"checkpoint and target differ in {len(self.mismatches)} places; nothing was changed\n{lines}\n",
             hint=f"If that is meant, allow={set(kinds)} loosens" if kinds else None,
             mismatches=list(self.mismatches),
         )
@@ -113,7 +116,7 @@ class Ledger:
         """Compare a live tensor with its entry; differences are noted. False if it cannot be filled."""
         entry = self.entry(index)
         self.matched += 1
-        if isinstance(live, torch.nn.parameter.UninitializedTensorMixin):
+        if isinstance(live, UninitializedTensorMixin):
             self.differ("uninitialised", f"{where}: run a forward pass before restoring")
         elif live.is_meta:
             self.differ("meta", f"{where}: a meta tensor cannot be filled; materialise it first (to_empty)")
@@ -125,7 +128,9 @@ class Ledger:
             self.differ("overlap", f"{where}: elements of the target share memory; make it contiguous first")
         else:
             if live.dtype != dtype_named(entry.dtype):
-                self.differ("dtype", f"{where}: stored {entry.dtype}, target {str(live.dtype).removeprefix('torch.')}")
+                self.differ(
+                    "dtype", f"{where}: stored {entry.dtype}, target {str(live.dtype).removeprefix('torch.')}"
+                )
             return True
         return False
 
@@ -137,12 +142,18 @@ class Ledger:
         if memory is not None:
             other = self.claims.setdefault(memory, index)
             if other != index:
-                self.differ("ties", f"{where}: the target shares its memory with another tensor, stored are two")
+                self.differ(
+                    "ties", f"{where}: the target shares its memory with another tensor, stored are two"
+                )
                 return
             before = self.claimed.setdefault(index, memory)
             if before != memory:
                 self.differ("ties", f"{where}: stored is one tensor with another name, the target has two")
-        if index not in self.targets and is_fillable(live) and live.dtype == dtype_named(self.entry(index).dtype):
+        if (
+            index not in self.targets
+            and is_fillable(live)
+            and live.dtype == dtype_named(self.entry(index).dtype)
+        ):
             self.targets[index] = live.detach()
         else:
             self.tensor(index)
@@ -186,7 +197,9 @@ def checked_allow(allow: Collection[str]) -> frozenset[str]:
     """``allow`` as a set. Raises BadOption for anything but the names in :data:`LOOSENINGS`."""
     found = frozenset({allow} if isinstance(allow, str) else allow)
     if not found <= LOOSENINGS:
-        raise BadOption("allow= has an unknown name", found=sorted(found - LOOSENINGS), expected=sorted(LOOSENINGS))
+        raise BadOption(
+            "allow= has an unknown name", found=sorted(found - LOOSENINGS), expected=sorted(LOOSENINGS)
+        )
     return found
 
 

@@ -1,13 +1,14 @@
-"""User classes by name: those that were registered, and those that are already imported. Nothing is ever imported
-because a file names it, and no constructor runs.
+"""User classes by name: those that were registered, and those that are already imported. Nothing is ever
+imported because a file names it, and no constructor runs.
 
-A class that is not known comes back as :class:`Unknown`, which says its type, holds its plain contents, and can be
-saved again unchanged.
+A class that is not known comes back as :class:`Unknown`, which says its type, holds its plain contents, and
+can be saved again unchanged.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import sys
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -24,8 +25,8 @@ VALUE_BASES: dict[str, type] = {
 
 @dataclass(slots=True)
 class Unknown:
-    """Stands for a value whose class is not known here. ``kind`` is how it was stored ("dataclass", ...), ``value``
-    its plain contents: a dict for dict-like kinds, a list of fields and values for named tuples."""
+    """Stands for a value whose class is not known here. ``kind`` is how it was stored ("dataclass", ...),
+    ``value`` its plain contents: a dict for dict-like kinds, a list of fields and values for named tuples."""
 
     type_name: str
     kind: str
@@ -57,13 +58,16 @@ class Registry:
         self._known: dict[str, type] = {}
 
     def register(self, cls: C, name: str | None = None) -> C:
-        """Let ``cls`` come back for values stored under ``name`` (its own name, if not given); a decorator too.
+        """Let ``cls`` come back for values stored under ``name`` (its own name, if not given); a decorator
+        too.
 
         Raises BadOption if another class has that name.
         """
         key = name or type_name(cls)
         if self._known.setdefault(key, cls) is not cls:
-            raise BadOption("two classes registered under one name", found=cls, expected=self._known[key], name=key)
+            raise BadOption(
+                "two classes registered under one name", found=cls, expected=self._known[key], name=key
+            )
         return cls
 
     def find(self, name: str, kind: str) -> type | None:
@@ -132,15 +136,9 @@ def _is_kind(cls: type, kind: str) -> bool:
         return issubclass(cls, tuple) and isinstance(getattr(cls, "_fields", None), tuple)
     if kind == "dataclass":
         return dataclasses.is_dataclass(cls)
-    if kind == "enum":
-        import enum
-
-        return issubclass(cls, enum.Enum)
-    if kind in ("dict", "list"):
-        base = {"dict": dict, "list": list}[kind]
-        return issubclass(cls, base) and cls is not base
-    base_class = VALUE_BASES.get(kind)
-    return base_class is not None and issubclass(cls, base_class) and cls is not base_class
+    bases: dict[str, type] = {"enum": enum.Enum, "dict": dict, "list": list, **VALUE_BASES}
+    base = bases.get(kind)
+    return base is not None and cls is not base and issubclass(cls, base)
 
 
 def register(cls: C) -> C:

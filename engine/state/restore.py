@@ -2,9 +2,9 @@
 
 Three steps, of which only the second touches storage::
 
-    plan = plan_restore(target, StateImage(state_bytes), layout.entries)   # compares; changes nothing
-    for index, tensor in plan.targets.items(): ...                         # the caller fills each tensor's bytes
-    loosened = plan.finish()                                               # copies, load_state_dict, plain values
+    plan = plan_restore(target, StateImage(data), layout.entries)   # compares; changes nothing
+    for index, view in plan.views().items(): ...                    # the caller fills each entry's bytes
+    loosened = plan.finish()                                        # copies, load_state_dict, plain values
 
 Every difference is found in the first step and named in one StateMismatch, before any byte is written. Where
 nothing is to be restored into, :func:`plan_values` allocates instead. Runs on the caller's thread.
@@ -29,8 +29,8 @@ Fill = Callable[[Mapping[int, memoryview]], None]
 
 
 class RestorePlan:
-    """What to fill, and what happens after. ``targets`` maps an entry's index to a contiguous CPU tensor: the live
-    one itself where that is possible, else a staging copy of its own. Used once."""
+    """What to fill, and what happens after. ``targets`` maps an entry's index to a contiguous CPU tensor: the
+    live one itself where that is possible, else a staging copy of its own. Used once."""
 
     def __init__(self, ledger: Ledger, finish: Callable[[Decoder], None]) -> None:
         self.targets: dict[int, torch.Tensor] = ledger.targets
@@ -81,9 +81,9 @@ def plan_restore(
 ) -> RestorePlan:
     """Compare ``stored`` with ``target`` (a TrainState, or anything that can be saved) and plan filling it.
 
-    ``parts`` limits both sides to some parts. ``allow`` names what may differ: "missing" (the target keeps what it
-    has), "unexpected" (not loaded), "dtype" (cast), "class", "ties", "rng". Raises StateMismatch with all
-    differences, Damaged for a checkpoint that contradicts itself.
+    ``parts`` limits both sides to some parts. ``allow`` names what may differ: "missing" (the target keeps
+    what it has), "unexpected" (not loaded), "dtype" (cast), "class", "ties", "rng". Raises StateMismatch with
+    all differences, Damaged for a checkpoint that contradicts itself.
     """
     ledger = Ledger(stored, entries, checked_allow(allow))
     state = TrainState.of(target)
@@ -125,7 +125,8 @@ def plan_restore(
 def plan_values(
     stored: StateImage, entries: Sequence[Entry], *, parts: Collection[str] | None = None
 ) -> ValuesPlan:
-    """Plan plain values of all parts, or of ``parts``: a new CPU tensor for every entry that they refer to."""
+    """Plan plain values of all parts, or of ``parts``: a new CPU tensor for every entry that they refer
+    to."""
     ledger = Ledger(stored, entries, frozenset())
     chosen = list(stored.parts) if parts is None else list(parts)
     _check_selection(chosen, {}, stored)

@@ -14,8 +14,8 @@ from .plan_base import Ledger, Phase, Planned
 class RandomState(Planned):
     """Python's ``random``, numpy's global generator, torch's CPU generator and those of all CUDA devices.
 
-    States are bytes and plain values, so that nothing that moves or casts tensors touches them. CUDA's are left out
-    while this process has not used CUDA, as asking would create a context.
+    States are bytes and plain values, so that nothing that moves or casts tensors touches them. CUDA's are
+    left out while this process has not used CUDA, as asking would create a context.
     """
 
     phase = Phase.RANDOM
@@ -46,13 +46,13 @@ class RandomState(Planned):
         if not isinstance(stored, dict) or set(stored) != {"python", "numpy", "torch", "cuda"}:
             ledger.differ("type", f"{where}: stored is no state of the random number generators")
         elif len(stored["cuda"]) > torch.cuda.device_count() or len(stored["cuda"]) < _cuda_count():
-            here = max(torch.cuda.device_count(), _cuda_count())
-            text = f"{where}/cuda: stored are generators of {len(stored['cuda'])} CUDA devices, this process has {here}"
-            ledger.differ("rng", text)
+            found, here = len(stored["cuda"]), max(torch.cuda.device_count(), _cuda_count())
+            ledger.differ("rng", f"{where}/cuda: generators of {found} CUDA devices, this process has {here}")
 
 
 def _cuda_count() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.device_count() if in_use else 0
 
 
 def _tensor(data: bytes) -> torch.Tensor:

@@ -1,12 +1,11 @@
 """Tensors as bytes: names of dtypes, what can be stored, and views of a tensor's memory.
 
-The bytes of a tensor are its logical elements, row-major, in the running torch's own element size. (torch gives
-each element of its sub-byte integers a byte of its own; those bytes are what is stored.)
+The bytes of a tensor are its logical elements, row-major, in the running torch's own element size. (torch
+gives each element of its sub-byte integers a byte of its own; those bytes are what is stored.)
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -48,19 +47,9 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def carrier(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory (shape and strides too) in a dtype that torch can copy and compare: it has no kernels for
-    its sub-byte and raw dtypes. ``tensor`` has neither the conjugate nor the negative bit."""
+    """The same memory (shape and strides too) in a dtype that torch can copy and compare: it has no kernels
+    for its sub-byte and raw dtypes. ``tensor`` has neither the conjugate nor the negative bit."""
     return tensor.detach().view(_CARRIERS[tensor.dtype.itemsize])
-
-
-@functools.cache
-def needs_carrier(dtype: torch.dtype) -> bool:
-    """Whether torch lacks a copy kernel for ``dtype``."""
-    try:
-        _empty((2, 2), dtype).t().contiguous()
-    except (NotImplementedError, RuntimeError):
-        return True
-    return False
 
 
 def resolve(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,7 +61,9 @@ def resolve(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_bytes_view(tensor: torch.Tensor) -> torch.Tensor:
     """The logical bytes of ``tensor`` as a flat uint8 tensor on its device: a view where it is contiguous."""
-    flat = carrier(resolve(tensor)).contiguous().reshape(-1)
+    dense = carrier(resolve(tensor)).contiguous()
+    # Not reshape: an empty tensor, or one of a single element, may be contiguous with any strides.
+    flat = dense.as_strided((dense.numel(),), (1,))
     if flat.dtype is torch.complex128:
         flat = torch.view_as_real(flat).reshape(-1)
     return flat.view(torch.uint8)
@@ -80,14 +71,20 @@ def as_bytes_view(tensor: torch.Tensor) -> torch.Tensor:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The logical bytes of ``tensor`` (copied to the CPU, made contiguous, where it is not), to read."""
-    return memoryview(as_bytes_view(tensor).cpu().numpy()).toreadonly()
+    return _memory(as_bytes_view(tensor).cpu()).toreadonly()
 
 
 def writable_bytes(tensor: torch.Tensor) -> memoryview | None:
-    """A writable view of a contiguous CPU tensor's bytes, valid as long as it lives; None for any other tensor."""
+    """A writable view of a contiguous CPU tensor's bytes, valid as long as it lives; None for any other
+    tensor."""
     if not is_fillable(tensor):
         return None
-    return memoryview(as_bytes_view(tensor).numpy())
+    return _memory(as_bytes_view(tensor))
+
+
+def _memory(flat: torch.Tensor) -> memoryview:
+    array: Any = flat.numpy()
+    return memoryview(array)
 
 
 def is_fillable(tensor: torch.Tensor) -> bool:
@@ -105,7 +102,9 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether two elements of ``tensor`` may share memory (expanded tensors and the like)."""
     if tensor.numel() == 0 or tensor.is_contiguous():
         return False
-    steps = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    steps = sorted(
+        (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    )
     reach = 0
     for stride, size in steps:
         if stride <= reach:
@@ -116,22 +115,19 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised contiguous CPU tensor of any dtype."""
-    return _empty(shape, dtype)
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     # By way of the carrier: torch warns, or refuses, when some dtypes are made directly.
     return torch.empty(shape, dtype=_CARRIERS[dtype.itemsize], device="cpu").view(dtype)
 
 
 def copy_into(live: torch.Tensor, source: torch.Tensor) -> None:
-    """Put the elements of ``source`` (CPU, contiguous, same shape) into ``live``, wherever and however it lies.
+    """Put the elements of ``source`` (CPU, contiguous, same shape) into ``live``, wherever and however it
+    lies.
 
     Same dtype: bit for bit. Another dtype: torch's cast. Not recorded by autograd.
     """
     with torch.no_grad():
         target = live.detach()
-        if target.dtype == source.dtype and needs_carrier(target.dtype):
+        if target.dtype == source.dtype and not target.is_conj() and not target.is_neg():
             target, source = carrier(target), carrier(source)
         target.copy_(source)
 

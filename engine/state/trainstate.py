@@ -13,7 +13,7 @@ from . import objects
 from .grads import Gradients
 from .registry import ObjectState, type_name
 from .rng import RandomState
-from .tree import Leaf
+from .tree import FlatState, flatten
 
 BARE_PART = "bare_value"
 """The one part of a state that is no mapping of parts: a tensor, a list, a number, a large dict."""
@@ -30,12 +30,13 @@ class TrainState:
     """What a training run consists of, to be saved and restored together.
 
     ``model``, ``optimizer``, ``scheduler``, ``scaler``, ``loader``, ``ema`` and every further keyword may be
-    anything with ``state_dict()`` and ``load_state_dict()``, a tensor, or plain values, or a list or dict of these;
-    each is a *part*. They are asked for their state anew at every save, and restored in place. ``rng``: the random
-    number generators of Python, numpy and torch. ``grads=True`` stores the gradients of the model and
-    ``micro_step`` (which the trainer keeps up to date), so that a save between two optimizer steps is exact.
-    ``extra``: a dict of further values, updated in place by a load. ``data``: "finite" or "stream", what the loader
-    reads. ``replicated``: parts whose tensors the user promises to be equal on all ranks, besides what DDP says.
+    anything with ``state_dict()`` and ``load_state_dict()``, a tensor, or plain values, or a list or dict of
+    these; each is a *part*. They are asked for their state anew at every save, and restored in place.
+    ``rng``: the random number generators of Python, numpy and torch. ``grads=True`` stores the gradients of
+    the model and ``micro_step`` (which the trainer keeps up to date), so that a save between two optimizer
+    steps is exact. ``extra``: a dict of further values, updated in place by a load. ``data``: "finite" or
+    "stream", what the loader reads. ``replicated``: parts whose tensors the user promises to be equal on all
+    ranks, besides what DDP says.
 
     Used from the trainer's thread only. Nothing of the state is kept between calls.
     """
@@ -86,8 +87,8 @@ class TrainState:
     def of(cls, value: Any) -> TrainState:
         """``value`` itself if it is a TrainState; else one that holds it.
 
-        A plain dict with text keys (at most :data:`PARTS_MAX`) gives its items as parts; anything else is one part,
-        :data:`BARE_PART`.
+        A plain dict with text keys (at most :data:`PARTS_MAX`) gives its items as parts; anything else is one
+        part, :data:`BARE_PART`.
         """
         if isinstance(value, TrainState):
             return value
@@ -128,8 +129,15 @@ class TrainState:
         self._position = _position(found.get("loader"))
         return found
 
+    def flatten(self) -> FlatState:
+        """Leaves and state image of all parts, asked now."""
+        parts = self.parts()
+        shared = bool(self.replicated or self._global_addresses or self._global_state)
+        return flatten(parts, scope=self.scope if shared else None)
+
     def replace(self, part: str, value: Any) -> None:
-        """Hold ``value`` as ``part`` from now on: restoring calls it where a part could not be changed in place."""
+        """Hold ``value`` as ``part`` from now on: restoring calls it where a part could not be changed in
+        place."""
         if part == BARE_PART:
             raise StateError(f"a bare {type(value).__qualname__} cannot be restored in place", path=part)
         if part in self.others:
@@ -141,8 +149,8 @@ class TrainState:
 
     # Structure.
     def scope(self, part: str, path: Sequence[Any], tensor: torch.Tensor) -> Scope:
-        """Whose a tensor is, as of the last :meth:`parts`: parameters under DDP, and their optimizer state, are one
-        for the whole job; everything else is this rank's own."""
+        """Whose a tensor is, as of the last :meth:`parts`: parameters under DDP, and their optimizer state,
+        are one for the whole job; everything else is this rank's own."""
         if part in self.replicated:
             return Scope.GLOBAL
         if part == "grads" or not self._global_addresses:
@@ -159,22 +167,19 @@ class TrainState:
         found = {id(item): item for _, _, item in self._find(torch.optim.Optimizer)}
         return list(found.values())
 
-    def late_tensors(self, leaves: Sequence[Leaf]) -> set[int]:
-        """Indices of the leaves that only an optimizer's step changes: its parameters and its state. They may be
-        copied until just before that step; all others must be copied before the save returns."""
-        owned: dict[int, int] = {}
+    def late_tensors(self, flat: FlatState) -> set[int]:
+        """Indices of the leaves that only an optimizer's step changes: its parameters and its state. They may
+        be copied until just before that step; all others must be copied before the save returns."""
+        found: set[int] = set()
         for optimizer in self.optimizers():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    _own(owned, parameter)
-                    for value in optimizer.state.get(parameter, {}).values():
-                        if isinstance(value, torch.Tensor):
-                            _own(owned, value)
-        return {
-            index
-            for index, leaf in enumerate(leaves)
-            if leaf.part != "grads" and 0 < leaf.nbytes <= owned.get(leaf.tensor.data_ptr(), 0)
-        }
+                    found.update(flat.find(parameter))
+            for state in optimizer.state.values():
+                for value in state.values() if isinstance(state, dict) else ():
+                    if isinstance(value, torch.Tensor):
+                        found.update(flat.find(value))
+        return {index for index in found if flat.leaves[index].part != "grads"}
 
     def describe(self) -> dict[str, Any]:
         """Plain values for the manifest: "parts" ({part: {"class", "settings"}}), "rng" (kinds), "data"."""
@@ -239,11 +244,6 @@ def _items_in(value: Any, path: tuple[Any, ...]) -> Iterable[tuple[tuple[Any, ..
             yield from _items_in(item, (*path, index))
     elif isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
         yield path, value
-
-
-def _own(owned: dict[int, int], tensor: torch.Tensor) -> None:
-    address = tensor.data_ptr()
-    owned[address] = max(owned.get(address, 0), tensor.numel() * tensor.element_size())
 
 
 def _position(state: Any) -> dict[str, Any] | None:

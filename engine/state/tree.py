@@ -1,20 +1,22 @@
 """Parts into entries and a state image: the first step of every snapshot.
 
-Flattening reads the live state and copies plain values (they are encoded before it returns); tensors and large
-numpy arrays are only referred to, by the leaves, until the copier has copied them.
+Flattening reads the live state and copies plain values (they are encoded before it returns); tensors and
+large numpy arrays are only referred to, by the leaves, until the copier has copied them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from ..format.layout import Box, EntrySpec, Scope
-from . import foreign, objects
+from . import foreign, keys, objects
 from .encode import HANDLERS, Encoder, Handler, Path
 from .registry import ObjectState, type_name
 from .tensors import DTYPE_NAMES, resolve
@@ -22,6 +24,10 @@ from .wire import PARAMETER, REQUIRES_GRAD, Node, Tag
 
 ScopeOf = Callable[[str, tuple[Any, ...], torch.Tensor], Scope]
 """(part, typed path, tensor) -> whose the tensor is."""
+
+_STRIDED = torch.strided
+_RANK = Scope.RANK
+_REF = Tag.REF.value
 
 _BOXES_MAX = 1 << 16
 _boxes: dict[tuple[int, ...], tuple[Box, ...]] = {}
@@ -31,8 +37,9 @@ Only ever added to or cleared; a lost race makes an equal box twice."""
 
 @dataclass(slots=True)
 class Leaf:
-    """One tensor of the state. ``tensor`` is the live one (or a fresh one where it had lazy bits to resolve), on
-    its own device, with its own strides; ``shape`` is global and ``boxes`` are this rank's regions of it."""
+    """One tensor of the state. ``tensor`` is the live one (or a fresh one where it had lazy bits to resolve),
+    on its own device, with its own strides; ``shape`` is global and ``boxes`` are this rank's regions of
+    it."""
 
     part: str
     key: str
@@ -52,10 +59,26 @@ class Leaf:
 
 @dataclass(slots=True)
 class FlatState:
-    """The leaves in the order that the state image refers to, and the state image."""
+    """The leaves in the order that the state image refers to, and the state image. ``addresses`` maps where a
+    tensor begins in memory to the leaf, or leaves, that begin there."""
 
     leaves: list[Leaf]
     state: bytes
+    addresses: dict[int, int | list[int]] = field(default_factory=dict, repr=False)
+
+    def find(self, tensor: torch.Tensor) -> Iterator[int]:
+        """The leaves that are the elements of ``tensor`` and no others."""
+        found = self.addresses.get(tensor.data_ptr())
+        if found is None:
+            return
+        for index in _as_list(found):
+            other = self.leaves[index].tensor
+            if other is tensor or (
+                other.shape == tensor.shape
+                and other.stride() == tensor.stride()
+                and other.dtype == tensor.dtype
+            ):
+                yield index
 
     def signature(self) -> list[tuple[Any, ...]]:
         """What the layout depends on: two states of equal signatures have the same layout."""
@@ -68,9 +91,17 @@ def flatten(parts: Mapping[str, Any], *, scope: ScopeOf | None = None) -> FlatSt
     Raises UnsupportedValue, with the path, for anything that cannot be stored.
     """
     encoder = TreeEncoder(scope)
-    with torch.no_grad():
-        state = encoder.encode_parts(parts)
-    return FlatState(encoder.leaves, state)
+    # The walk makes many small containers and no cycles: the collector would scan the whole heap, several
+    # times, in the middle of a training step, and find nothing.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.no_grad():
+            state = encoder.encode_parts(parts)
+    finally:
+        if collecting:
+            gc.enable()
+    return FlatState(encoder.leaves, state, encoder.addresses())
 
 
 def full_box(shape: tuple[int, ...]) -> tuple[Box, ...]:
@@ -96,33 +127,62 @@ class TreeEncoder(Encoder):
         self._at: dict[int, int | list[int]] = {}
 
     def leaf(self, value: torch.Tensor, text: str, path: Path, key: Any) -> Node:
+        dtype = DTYPE_NAMES.get(value.dtype)
+        if dtype is None or value.layout is not _STRIDED or value.is_meta or value.is_nested:
+            raise self._refuse_tensor(value, text)
+        if value.is_neg() or value.is_conj():
+            index = self._lazy(value, dtype, text, path, key)
+        else:
+            # An empty tensor has no address: it is tied to itself alone.
+            address = value.data_ptr() or -id(value)
+            found = self._at.get(address)
+            if found is None:
+                index = self._at[address] = self._add(value, value, dtype, text, path, key)
+            else:
+                index = self._again(value, address, found, dtype, text, path, key)
+        if not value.requires_grad and type(value) is torch.Tensor:
+            return [_REF, index]
         flags = REQUIRES_GRAD if value.requires_grad and value.is_leaf else 0
         if type(value) is torch.nn.Parameter:
             flags |= PARAMETER
-        index = self._index(value, text, path, key)
-        return [1, index, flags] if flags else [1, index]
+        return [_REF, index, flags] if flags else [_REF, index]
 
-    def _index(self, value: torch.Tensor, text: str, path: Path, key: Any) -> int:
-        dtype = DTYPE_NAMES.get(value.dtype)
-        if dtype is None or value.layout is not torch.strided or value.is_meta or value.is_nested:
-            raise self._refuse_tensor(value, text)
-        lazy = value.is_neg() or value.is_conj()
-        # An empty tensor has no address, and one with lazy bits gets other memory: tied to themselves alone.
-        address = -id(value) if lazy else value.data_ptr() or -id(value)
-        found = self._at.get(address)
-        if found is not None:
-            tied = found if lazy else self._tied(value, found)
-            if isinstance(tied, int):
-                return tied
-        index = len(self.leaves)
-        self._at[address] = index if found is None else [*_as_list(found), index]
-        scope = Scope.RANK if self._scope is None else self._scope(self.part, (*path, key), value)
+    def _add(
+        self, value: torch.Tensor, stored: torch.Tensor, dtype: str, text: str, path: Path, key: Any
+    ) -> int:
+        scope = _RANK if self._scope is None else self._scope(self.part, (*path, key), value)
         shape = tuple(value.shape)
-        if lazy:
-            self._alive.append(value)
-            value = resolve(value)
-        boxes = _boxes.get(shape) or full_box(shape)
-        self.leaves.append(Leaf(self.part, text, value, scope, dtype, shape, boxes))
+        leaves = self.leaves
+        leaves.append(
+            Leaf(self.part, text, stored, scope, dtype, shape, _boxes.get(shape) or full_box(shape))
+        )
+        return len(leaves) - 1
+
+    def _lazy(self, value: torch.Tensor, dtype: str, text: str, path: Path, key: Any) -> int:
+        """A conjugate or negative view: stored from new memory, so its own address says nothing."""
+        found = self._at.get(-id(value))
+        if isinstance(found, int):
+            return found
+        self._alive.append(value)
+        index = self._at[-id(value)] = self._add(value, resolve(value), dtype, text, path, key)
+        return index
+
+    def _again(
+        self,
+        value: torch.Tensor,
+        address: int,
+        found: int | list[int],
+        dtype: str,
+        text: str,
+        path: Path,
+        key: Any,
+    ) -> int:
+        """A tensor at an address that was met before: tied, or another view that begins there."""
+        tied = self._tied(value, found)
+        if tied is not None:
+            return tied
+        index = self._add(value, value, dtype, text, path, key)
+        self._at[address] = [*_as_list(found), index]
         return index
 
     def _tied(self, value: torch.Tensor, found: int | list[int]) -> int | None:
@@ -147,6 +207,10 @@ class TreeEncoder(Encoder):
             return self.refuse(value, text, f"a {what} tensor cannot be stored", "Store its dense parts")
         return self.refuse(value, text, f"a tensor of dtype {value.dtype} cannot be stored")
 
+    def addresses(self) -> dict[int, int | list[int]]:
+        """Leaves by address."""
+        return self._at
+
     def array_leaf(self, value: np.ndarray[Any, Any], dtype: str, text: str, path: Path) -> Node:
         """A numpy array as an entry, of torch's dtype where there is one, else as its bytes."""
         known = self._at.get(-id(value))
@@ -159,7 +223,8 @@ class TreeEncoder(Encoder):
             # torch warns of arrays that it could write to and must not.
             array = array.copy()
         self._alive.append(value)
-        index = self._index(torch.from_numpy(array), text, path[:-1], path[-1] if path else None)
+        parent, key = path[:-1], path[-1] if path else None
+        _, index = self.leaf(torch.from_numpy(array), text or keys.ROOT, parent, key)
         self._at[-id(value)] = index
         return [Tag.ARRAY_REF.value, index, dtype, list(value.shape)]
 
@@ -182,8 +247,10 @@ class TreeEncoder(Encoder):
         return f"{self.part}/{text}" if text else self.part
 
     def _tensor_subclass(self, value: torch.Tensor, text: str, path: Path) -> Node:
-        if isinstance(value, torch.nn.parameter.UninitializedTensorMixin):
-            raise self.refuse(value, text, "an uninitialised parameter holds no bytes", "Run a forward pass first")
+        if isinstance(value, UninitializedTensorMixin):
+            raise self.refuse(
+                value, text, "an uninitialised parameter holds no bytes", "Run a forward pass first"
+            )
         raise self.refuse(
             value,
             text,

@@ -6,8 +6,8 @@ A state image is msgpack of ``{"v": 1, "parts": {part: node}}``. A node is
 - a map with string keys: a ``dict`` whose keys are all plain strings, in its order;
 - an array ``[tag, ...]``: everything else, by :class:`Tag`.
 
-Below, ``items`` is a map (all keys plain strings) or a flat array ``[key node, value node, ...]``; ``attributes``
-is a map of instance attributes, left out where there are none.
+Below, ``items`` is a map (all keys plain strings) or a flat array ``[key node, value node, ...]``;
+``attributes`` is a map of instance attributes, left out where there are none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Node = Any
 
 STATE_VERSION = 1
 
-DEPTH_MAX = 96
+DEPTH_MAX = 64
 """Containers within containers, in the user's terms; deeper state is refused at save and at load."""
 
 NODE_DEPTH_MAX = 2 * DEPTH_MAX + 8
@@ -38,7 +38,8 @@ class Tag(enum.IntEnum):
     """First element of a tagged node. Stored: never renumbered."""
 
     REF = 1
-    """[1, entry index] or [1, entry index, flags]: a tensor (flags: :data:`REQUIRES_GRAD`, :data:`PARAMETER`)."""
+    """[1, entry index] or [1, entry index, flags]: a tensor (flags: :data:`REQUIRES_GRAD`,
+    :data:`PARAMETER`)."""
     ALIAS = 2
     """[2, n]: the n-th mutable container of the image once more (counted from 0 as they begin)."""
     LIST = 3
@@ -72,7 +73,8 @@ class Tag(enum.IntEnum):
     SCALAR = 19
     """[19, numpy dtype, bytes]: a numpy scalar."""
     ARRAY_REF = 20
-    """[20, entry index, numpy dtype, shape]: a numpy array that is an entry (raw bytes where torch lacks the dtype)."""
+    """[20, entry index, numpy dtype, shape]: a numpy array that is an entry (raw bytes where torch lacks the
+    dtype)."""
     TORCH = 21
     """[21, kind, text]: a torch dtype, device, layout or memory format, by name."""
     SIZE = 22
@@ -96,7 +98,8 @@ class Tag(enum.IntEnum):
     PATH = 31
     """[31, class name, text node]"""
     ENUM = 32
-    """[32, type, member name or nil] or [32, type, member name or nil, value node] (where it is a plain scalar)"""
+    """[32, type, member name or nil] or [32, type, member name or nil, value node] (where it is a plain
+    scalar)"""
     NAMEDTUPLE = 33
     """[33, type, [field, ...], [node, ...]] (attributes may follow)"""
     DATACLASS = 34
@@ -138,6 +141,19 @@ FACTORIES: dict[str, type] = {
     for cls in (int, float, complex, str, bytes, bytearray, bool, list, dict, tuple, set, frozenset)
 }
 """Factories that a defaultdict may have."""
+
+CONTAINER_LENGTHS: dict[int, tuple[int, ...]] = {
+    Tag.LIST: (2,),
+    Tag.TUPLE: (2,),
+    Tag.SET: (2,),
+    Tag.FROZENSET: (2,),
+    Tag.DEQUE: (3,),
+    Tag.DICT: (2,),
+    Tag.ORDERED: (2, 3),
+    Tag.DEFAULTDICT: (3,),
+    Tag.COUNTER: (2,),
+}
+"""How many elements the node of a builtin container may have, its tag included."""
 
 ITEM_TAGS: dict[int, int] = {Tag.DICT: 1, Tag.ORDERED: 1, Tag.DEFAULTDICT: 1, Tag.COUNTER: 1, Tag.SUBDICT: 2}
 """Where the items of a dict-like node lie."""
