@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from everstep.errors import SaveFailed
+from everstep.memory.slots import WriteSlot
 
 from .moving import After
 
@@ -27,8 +28,13 @@ class LateCopy:
     """
 
     def __init__(
-        self, names: Sequence[str], sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor]
+        self,
+        slot: WriteSlot,
+        names: Sequence[str],
+        sources: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor],
     ) -> None:
+        self._slot = slot  # held, so that it is not given to another snapshot while the thread writes
         self._names = list(names)
         self._sources = list(sources)
         self._into = list(into)
