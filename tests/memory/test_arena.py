@@ -102,7 +102,7 @@ def test_memory_that_another_took_meanwhile(directory: Path, monkeypatch: pytest
 
 
 def test_a_memory_file_has_no_limit_but_the_machines(directory: Path) -> None:
-    with pytest.raises(MemoryTooSmall, match="machine's memory|cgroup"):
+    with pytest.raises(MemoryTooSmall, match=r"machine's memory|cgroup"):
         Arena.create_memfd(**{**SETTINGS, "slot_bytes": 1 << 50})
 
 
