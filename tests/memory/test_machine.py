@@ -163,8 +163,7 @@ class Protocol(RuleBasedStateMachine):
         found = {
             info.index
             for info in self.observer.arena.snapshots()
-            if info.key == self.w
-            or (info.incarnation == self.incarnation and (self.w is None or info.key > self.w))
+            if info.key == self.w or (info.incarnation == self.incarnation and self.after_w(info.key))
         }
         for reader in self.readers.values():
             pinned = reader.pinned
@@ -179,14 +178,9 @@ class Protocol(RuleBasedStateMachine):
     @rule(count=st.integers(1, 5000))
     def copy(self, count: int) -> None:
         """Some more bytes; the rest follows before it is published."""
-        end = min(self.written + count, 5100)
-        whole = contents(self.incarnation, self.step, SIZES)
-        self.views["image:model"][self.written : end] = whole["image:model"][self.written : end]
-        state_start = max(self.written - 5000, 0)
-        self.views["state"][state_start : max(end - 5000, 0)] = whole["state"][
-            state_start : max(end - 5000, 0)
-        ]
-        self.written = end
+        start, self.written = self.written, self.written + count
+        for name, data in contents(self.incarnation, self.step, SIZES).items():
+            self.views[name][start : self.written] = data[start : self.written]
 
     @precondition(lambda self: self.slot is not None)
     @rule(kill=kills)
@@ -330,9 +324,7 @@ class Protocol(RuleBasedStateMachine):
         found = self.observer.arena.snapshots()
         for info in found:
             with self.observer.arena.pin(info.index, info.generation) as pinned:
-                assert {name: bytes(pinned.view(name)) for name in pinned.regions} == contents(
-                    *info.key, SIZES
-                )
+                assert read(pinned) == contents(*info.key, SIZES)
                 if info.state is SlotState.SEALED:
                     assert pinned.sealed() == pinned.compute()
         if self.w is not None:
@@ -340,14 +332,9 @@ class Protocol(RuleBasedStateMachine):
 
 
 def run(**options: Any) -> None:
-    run_state_machine_as_test(
-        Protocol,
-        settings=settings(
-            deadline=None,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-            **options,
-        ),
-    )
+    slow = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+    limits = settings(deadline=None, suppress_health_check=slow, **options)
+    run_state_machine_as_test(Protocol, settings=limits)
 
 
 def test_protocol() -> None:
