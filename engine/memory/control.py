@@ -113,7 +113,7 @@ class Control:
         self.lock = lock
         self.name = name
         self.token = next(_tokens)
-        self.words = mapping.view[: fixed.data_offset(0)].cast("Q")
+        self._words = mapping.view[: fixed.data_offset(0)].cast("Q")
         self._mine: set[tuple[int, int]] = set()
         self._closed = False
 
@@ -128,8 +128,15 @@ class Control:
         parent's."""
         self._closed = True
         self._mine.clear()
-        self.words = memoryview(b"").cast("Q")
+        self._words = memoryview(b"").cast("Q")
         self.mapping.close()
+
+    @property
+    def words(self) -> memoryview:
+        """Header and control blocks as aligned 8-byte words. ArenaGone."""
+        if self._closed:
+            raise ArenaGone(f"{self.name}: closed, or used after a fork")
+        return self._words
 
     def label(self, index: int) -> str:
         return f"{self.name} slot {index}"

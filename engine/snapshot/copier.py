@@ -97,7 +97,7 @@ class Copier:
         _lay_around(slot, plan, places, state, meta)
         _copy_now(slot, now)
         names = [_name(plan.layout.entries[index]) for index in later.indices]
-        return LateCopy(names, later.tensors, later.into)
+        return LateCopy(slot, names, later.tensors, later.into)
 
     def _expect(self, plan: Plan) -> Expected:
         if self._expected is None or self._expected[0] != plan.layout_hash:

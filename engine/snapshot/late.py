@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from everstep.errors import SaveFailed
+from everstep.memory.slots import WriteSlot
 
 from .moving import After
 
@@ -27,8 +28,13 @@ class LateCopy:
     """
 
     def __init__(
-        self, names: Sequence[str], sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor]
+        self,
+        slot: WriteSlot,
+        names: Sequence[str],
+        sources: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor],
     ) -> None:
+        self._slot = slot  # held, so that it is not given to another snapshot while the thread writes
         self._names = list(names)
         self._sources = list(sources)
         self._into = list(into)
@@ -55,12 +61,14 @@ class LateCopy:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise LateCopyTimeout(f"a late copy was not done within {timeout_s:g} s", timeout_s=timeout_s)
-        if self._moved is None:
+        if self._moved is None and not self._cancelled:
             pairs = zip(self._names, self._sources, self._versions, strict=True)
             self._moved = [name for name, source, version in pairs if source._version != version]
             self._drop()
         if self._error is not None:
             raise self._error
+        if self._moved is None:
+            raise SaveFailed("a late copy was cancelled")
         return list(self._moved)
 
     def cancel(self) -> None:
@@ -76,7 +84,7 @@ class LateCopy:
         try:
             for start, end in _pieces(self._sources):
                 if self._cancelled:
-                    raise SaveFailed("a late copy was cancelled")
+                    return
                 self._after.move(self._sources[start:end], self._into[start:end])
         except BaseException as error:  # carried to whoever waits
             self._error = error
