@@ -209,9 +209,11 @@ async def _finish(
     if later or _age_s(tombstone.created, clock) < tombstone_wait_s:
         report.waiting.append(found.key)
         return
-    with writing(backend, names.checkpoint_dir(found.step, found.incarnation)):
+    directory = names.checkpoint_dir(found.step, found.incarnation)
+    with writing(backend, directory):
+        await backend.discard_leftovers(await backend.leftovers(directory))
         await backend.delete([names.decision(found.step, found.incarnation, tombstone.number)])
-    reach("rotate.deleted.tombstone", names.checkpoint_dir(found.step, found.incarnation))
+    reach("rotate.deleted.tombstone", directory)
 
 
 async def _intact(backend: Backend, found: StepNames, tombstone: Tombstone) -> Manifest | None:
@@ -286,13 +288,28 @@ async def _collect(
         gone = is_gone(found.incarnation)
         for attempt in found.attempts:
             decision = await _decision_of(backend, found, attempt)
-            if decision is None and gone and attempt not in found.decisions:
-                decision = await _give_up(backend, found, attempt, report)
+            if attempt not in found.decisions and (gone or past):
+                if await _drop_empty(backend, found, attempt):
+                    continue
+                if gone:
+                    decision = await _give_up(backend, found, attempt, report)
             if isinstance(decision, Abort) and (gone or past or attempt < max(found.decisions, default=0)):
                 await _delete_attempt(backend, found, attempt, report)
                 report.collected.append((found.key, attempt))
         if gone and standing[found.key] is None:
             await _forget(backend, found)
+
+
+async def _drop_empty(backend: Backend, found: StepNames, attempt: int) -> bool:
+    """Whether the attempt's directory is empty: what a crash leaves between the last file and the directory
+    itself. Asking to delete a file that is not there removes it."""
+    directory = names.attempt_dir(found.step, found.incarnation, attempt)
+    with reading(backend, directory):
+        if await backend.list_names(directory) or await backend.leftovers(directory):
+            return False
+    with writing(backend, directory):
+        await backend.delete([names.vote(found.step, found.incarnation, attempt, 0)])
+    return True
 
 
 async def _decision_of(backend: Backend, found: StepNames, attempt: int) -> Decision | None:
