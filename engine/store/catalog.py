@@ -35,9 +35,15 @@ class StepNames:
         """(incarnation, step): the order of a lineage."""
         return self.incarnation, self.step
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """(step, incarnation): the order of names."""
+        return self.step, self.incarnation
 
-async def list_steps(backend: Backend) -> list[StepNames]:
-    """All checkpoints' directories, newest (incarnation, step) last. Names that are not ours are left out."""
+
+async def list_steps(backend: Backend, *, empty: bool = False) -> list[StepNames]:
+    """All checkpoints' directories, newest (incarnation, step) last. Names that are not ours are left out,
+    and (but for ``empty``) directories without decisions and attempts, which a crash may leave."""
     with reading(backend, names.CHECKPOINTS):
         children = await backend.list_names(names.CHECKPOINTS)
     steps = [step for child in children if (step := names.parse_step(child)) is not None]
@@ -49,7 +55,8 @@ async def list_steps(backend: Backend) -> list[StepNames]:
         return [await list_step(backend, step, number) for number in numbers]
 
     lists = await each(steps, of_step)
-    return sorted((found for some in lists for found in some), key=lambda found: found.key)
+    steps_found = [found for some in lists for found in some if empty or found.decisions or found.attempts]
+    return sorted(steps_found, key=lambda found: found.key)
 
 
 async def list_step(backend: Backend, step: int, incarnation: int) -> StepNames:
