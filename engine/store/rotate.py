@@ -174,7 +174,7 @@ async def _needed(backend: Backend, key: Key) -> str | None:
 async def _restore(backend: Backend, manifest: Manifest, number: int) -> None:
     """Publish the manifest again, as a revision above the tombstone."""
     for above in range(number, number + PUBLISH_TRIES_MAX):
-        stood = await publish_decision(backend, replace(manifest, number=above), above)
+        stood = await publish_decision(backend, replace(manifest, revision=above), above)
         if stood is None or isinstance(stood, Manifest):
             return
     name = names.checkpoint_dir(manifest.step, manifest.incarnation)
