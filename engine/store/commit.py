@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from everstep.backends.api import Backend
-from everstep.backends.errors import Conflict, NotFound
+from everstep.backends.errors import BackendError, Conflict, NotFound
 from everstep.backends.points import reach
 from everstep.errors import Damaged, StateMismatch, UsageError
 from everstep.format import names
@@ -86,7 +87,15 @@ async def try_commit(
     reach("manifest.before", names.decision(step, incarnation, attempt))
     decision = await _publish(backend, manifest, attempt)
     reach("manifest.after", names.decision(step, incarnation, attempt))
+    await _tidy(backend, names.attempt_dir(step, incarnation, attempt))
     return decision
+
+
+async def _tidy(backend: Backend, directory: str) -> None:
+    """Remove what crashed writers left in a decided attempt; no writer of it can be of use any more. Rotation
+    removes what this cannot."""
+    with suppress(BackendError):
+        await backend.discard_leftovers(await backend.leftovers(directory))
 
 
 async def abort_attempt(

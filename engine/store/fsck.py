@@ -271,7 +271,7 @@ async def _undecided(run: _Run, checkpoints: list[_Checkpoint], wait_s: float) -
     open_attempts: list[tuple[StepNames, int, bool]] = []
     for checkpoint in checkpoints:
         found = checkpoint.found
-        undecided = [attempt for attempt in found.attempts if attempt not in found.decisions]
+        undecided = [a for a in found.attempts if a not in found.decisions and _files(run, found, a)]
         if not undecided or isinstance(checkpoint.standing, Tombstone):
             continue
         try:

@@ -22,7 +22,7 @@ from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote, vote_hash
 
 from .asking import reading
 from .catalog import list_step, read_layout, read_numbered, read_vote
-from .flush import IMAGE_REGION, LAYOUT_REGION, META_REGION, read_meta
+from .flush import IMAGE_REGION, LAYOUT_REGION, META_REGION, image_names, read_meta
 
 if TYPE_CHECKING:
     from everstep.memory.slots import Pinned
@@ -236,7 +236,7 @@ class ArenaSource:
         found = layout_hash(encoded)
         if found != pinned.info.layout_hash:
             raise Damaged(f"{name} is damaged", found=found, expected=pinned.info.layout_hash, name=name)
-        layout = decode(encoded)
+        layout = await asyncio.to_thread(decode, encoded)
         check_images(layout, await self.records(rank), name)
         return layout
 
@@ -250,8 +250,8 @@ class ArenaSource:
         pinned = self._pins[rank]
         records = pinned.sealed()
         if records is None:
-            layout = decode(bytes(pinned.view(LAYOUT_REGION)))
-            records = pinned.compute([IMAGE_REGION + spec.name for spec in layout.images] + [STATE_IMAGE])
+            regions = [IMAGE_REGION + image for image in image_names(pinned)]
+            records = pinned.compute([*regions, STATE_IMAGE])
             pinned.seal(records)
         pinned.check()
         for record in records:

@@ -42,7 +42,7 @@ RECORD = IncarnationRecord(
 )
 
 ABORT = Abort(STEP, INCARNATION, 2, "rank 0: disk is full", rank=0)
-TOMBSTONE = Tombstone(STEP, INCARNATION, 3, "keep_last=2")
+TOMBSTONE = Tombstone(STEP, INCARNATION, 3, "keep_last=2", "2026-01-31T13:00:00Z")
 
 
 def specs() -> list[EntrySpec]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import sys
 
-import store_kit as kit
 from everstep.backends.api import Backend
 from everstep.backends.files import LocalBackend
 from everstep.store.rotate import rotate
+
+from tests.store import store_kit as kit
 
 OLD = frozenset({(1, 1), (1, 2)})
 BOTH = frozenset({(1, 1), (1, 2), (1, 3)})

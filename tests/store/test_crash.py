@@ -16,8 +16,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import store_kit as kit
-from crash_story import BOTH, NEW, OLD, before, run
 from everstep.backends import points
 from everstep.backends.files import LocalBackend
 from everstep.errors import NotARun
@@ -25,6 +23,9 @@ from everstep.store.catalog import list_steps, read_decision
 from everstep.store.findings import Kind, Severity
 from everstep.store.fsck import check
 from everstep.store.runs import open_run
+
+from tests.store import store_kit as kit
+from tests.store.crash_story import BOTH, NEW, OLD, before, run
 
 STATES = (OLD, BOTH, NEW)
 
@@ -72,7 +73,7 @@ async def state_of(root: Path) -> frozenset[tuple[int, int]]:
     good, bad = await kit.loadable(backend)
     assert not bad, bad
     async for finding in check(backend, decision_wait_s=0):
-        # Between the last vote and the manifest a crash looks like a lost manifest; nothing else may be damage.
+        # Between the last vote and the manifest a crash looks like a lost manifest; nothing else is damage.
         assert finding.severity is not Severity.DAMAGE or finding.kind is Kind.UNDECIDED, finding
     await backend.close()
     return frozenset(good)
@@ -91,10 +92,9 @@ async def finish(root: Path) -> None:
 
 def killed_at(root: Path, text: str) -> None:
     environment = {**os.environ, "EVERSTEP_POINTS": f"kill:{text}"}
-    script = Path(__file__).with_name("crash_story.py")
-    child = subprocess.run(
-        [sys.executable, str(script), str(root)], env=environment, capture_output=True, timeout=60
-    )
+    command = [sys.executable, "-m", "tests.store.crash_story", str(root)]
+    top = Path(__file__).parents[2]
+    child = subprocess.run(command, cwd=top, env=environment, capture_output=True, timeout=60)
     assert child.returncode == -signal.SIGKILL, (text, child.returncode, child.stderr.decode()[-2000:])
 
 
@@ -127,7 +127,7 @@ def count_points(start: Path, root: Path) -> int:
 
 
 def killed_at_number(root: Path, number: int, first_run: bool = False) -> bool:
-    """Run the story in a forked child that kills itself at its ``number``-th point; False if it got to the end."""
+    """Run the story in a forked child that kills itself at its ``number``-th point; False: it ended."""
     pid = os.fork()
     if pid == 0:
         left = number

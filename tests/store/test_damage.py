@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import store_kit as kit
 from everstep.backends.files import LocalBackend
 from everstep.errors import Damaged, EverstepError
 from everstep.format import names
@@ -18,6 +17,8 @@ from everstep.store.catalog import complete_undecided, list_steps, read_decision
 from everstep.store.findings import Finding, Severity, exit_code
 from everstep.store.fsck import check
 from everstep.store.runs import open_run, read_incarnations, require_records
+
+from tests.store import store_kit as kit
 
 STEP = 7
 
