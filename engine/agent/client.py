@@ -181,8 +181,8 @@ class AgentClient:
     def status(self) -> dict[str, Any]:
         """What the agent says of itself. Raises AgentError if it does not within 5 s."""
         self._check_process()
+        self._await_up(STATUS_S)
         number = next(self._numbers)
-        self._pump()
         self._link.send(StatusRequest(number))
         return self._reply(StatusAnswer, number, STATUS_S).status
 

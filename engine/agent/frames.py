@@ -17,11 +17,13 @@ from everstep.errors import AgentError
 from .protocol import FRAME_BYTES_MAX
 
 _LENGTH = struct.Struct(">I")
+_FD = struct.Struct("i")
 READ_BYTES = 64 << 10
 OUTBOX_BYTES_MAX = 4 << 20
 """What may wait to be sent; a peer that reads so slowly is hung up on, and registers again when it wakes."""
 DESCRIPTORS_MAX = 64
 """Descriptors in one frame, and received ones that no message has claimed."""
+_EXTRAS_BYTES = socket.CMSG_SPACE(DESCRIPTORS_MAX * _FD.size)
 FRAMES_PER_PULL_MAX = 1024
 
 
@@ -101,15 +103,17 @@ class FrameSocket:
     def _receive(self) -> bool:
         """One read; False when there is nothing more for now."""
         try:
-            data, fds, _, _ = socket.recv_fds(
-                self._sock, READ_BYTES, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
-            )
+            data, extras, _, _ = self._sock.recvmsg(READ_BYTES, _EXTRAS_BYTES, socket.MSG_CMSG_CLOEXEC)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
             self.ended = True
             return False
-        self._fds.extend(fds)
+        for level, kind, packed in extras:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._fds.extend(
+                    fd for (fd,) in _FD.iter_unpack(packed[: len(packed) // _FD.size * _FD.size])
+                )
         if not data or len(self._fds) > DESCRIPTORS_MAX:
             self.ended = True
             return False
