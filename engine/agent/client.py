@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -134,11 +134,18 @@ class AgentClient:
             self._link.send(request)
 
     def give_up(self, step: int, reason: str) -> None:
-        """Have the unfinished flush of ``step`` abandoned by all ranks; its verdict says which came first."""
+        """Have the unfinished flush of ``step`` abandoned by all ranks; its verdict says which came first. A rank
+        that has not asked for it, and cannot, says so too."""
         self._check_process()
         wanted = self._wanted.get(step)
-        if wanted is not None:
-            self._link.send(GiveUpRequest(step, wanted.request.attempt, reason))
+        attempt = wanted.request.attempt if wanted is not None else self._attempts.get(step, 0) + 1
+        self._link.send(GiveUpRequest(step, attempt, reason))
+
+    def rearm(self, arena: Path | int) -> None:
+        """The rank's snapshots lie in another arena from now on."""
+        self._check_process()
+        self._hello = replace(self._hello, arena=arena)
+        self._link.register_anew(self._hello)
 
     @property
     def unfinished(self) -> tuple[int, ...]:
@@ -155,6 +162,19 @@ class AgentClient:
         news = list(self._news)
         self._news.clear()
         return news
+
+    def listen(self, timeout_s: float) -> list[Progress]:
+        """As :meth:`poll`, waiting up to ``timeout_s`` for something to happen."""
+        news = self.poll()
+        if not news:
+            self._link.wait(timeout_s)
+            news = self.poll()
+        return news
+
+    @property
+    def agent_pid(self) -> int | None:
+        """The agent's process id, while there is one (inline: this process)."""
+        return self._link.agent.pid if self._link.agent is not None else None
 
     def wait(self, step: int, *, tier: str | None = None, timeout_s: float) -> Progress:
         """The verdict on the flush of ``step`` (also one that :meth:`poll` has given already). Raises

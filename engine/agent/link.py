@@ -109,6 +109,12 @@ class Link:
             self._frames.queue(protocol.encode(message))
             self._frames.push()
 
+    def register_anew(self, hello: Hello) -> None:
+        """Register again as ``hello`` (its arena was replaced), now or when the agent is there again."""
+        self._hello = hello
+        if self._frames is not None and self.state in (State.UP, State.SILENT):
+            self._register(hello)
+
     def take_fd(self) -> int:
         """The next descriptor that came with a reply; the caller owns it."""
         if self._frames is None:
@@ -268,9 +274,13 @@ class Link:
             self._to(State.UP)
             self._up()
         else:
-            message, fds = register_frame(self._settings, self._hello)
-            self._frames.queue(protocol.encode(message), fds)
-            self._frames.push()
+            self._register(self._hello)
+
+    def _register(self, hello: Hello) -> None:
+        assert self._frames is not None
+        message, fds = register_frame(self._settings, hello)
+        self._frames.queue(protocol.encode(message), fds)
+        self._frames.push()
 
     def _mismatch(self, answer: Answer) -> None:
         """An older, idle agent makes room when it is asked to; else two releases are at work at once."""
