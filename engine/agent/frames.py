@@ -18,6 +18,7 @@ from .protocol import FRAME_BYTES_MAX
 
 _LENGTH = struct.Struct(">I")
 _FD = struct.Struct("i")
+_CREDENTIALS = struct.Struct("3i")
 READ_BYTES = 64 << 10
 OUTBOX_BYTES_MAX = 4 << 20
 """What may wait to be sent; a peer that reads so slowly is hung up on, and registers again when it wakes."""
@@ -60,6 +61,11 @@ class FrameSocket:
         self._out_nbytes += _LENGTH.size + len(frame)
         if self._out_nbytes > OUTBOX_BYTES_MAX:
             self.ended = True
+
+    def peer_pid(self) -> int:
+        """Process id of the peer (of whoever listens, if it has not accepted yet)."""
+        packed = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        return int(_CREDENTIALS.unpack(packed)[0])
 
     def push(self) -> None:
         """Send what the socket takes now."""

@@ -203,15 +203,15 @@ class Trainer:
         memfd: bool = False,
         slots: int = 4,
     ) -> Trainer:
-        same: dict[str, Any] = dict(
-            run_key=RUN_KEY,
-            node="n0",
-            rank=rank,
-            world=world,
-            slots=slots,
-            slot_bytes=SLOT_BYTES,
-            chunk_bytes=CHUNK,
-        )
+        same: dict[str, Any] = {
+            "run_key": RUN_KEY,
+            "node": "n0",
+            "rank": rank,
+            "world": world,
+            "slots": slots,
+            "slot_bytes": SLOT_BYTES,
+            "chunk_bytes": CHUNK,
+        }
         arena = Arena.create_memfd(**same) if memfd else Arena.create(place.arenas, **same)
         arena.take(Process.current(), run_id=place.run_id, incarnation=incarnation, world=world)
         return cls(place, rank, world, incarnation, arena)

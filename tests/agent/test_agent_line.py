@@ -40,8 +40,11 @@ def test_of_agents_that_start_at_once_one_serves(place: Place) -> None:
 
 def test_a_start_is_quick_and_light(place: Place) -> None:
     """No torch, no numpy; ready in well under the time that a trainer would notice."""
-    modules = "import sys, everstep.agent.main, everstep.agent.service, everstep.agent.inline, everstep.agent.client;"
-    check = modules + "print([m for m in ('torch', 'numpy', 'ssl', 'requests') if m in sys.modules])"
+    modules = ", ".join(f"everstep.agent.{name}" for name in ("main", "service", "inline", "client"))
+    check = (
+        f"import sys, {modules};"
+        + "print([m for m in ('torch', 'numpy', 'ssl', 'requests') if m in sys.modules])"
+    )
     loaded = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout
     assert "torch" not in loaded and "numpy" not in loaded
     began = time.monotonic()
