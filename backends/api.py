@@ -76,8 +76,13 @@ class Writer(Protocol):
 class Backend(Protocol):
     """A place that holds named, immutable objects."""
 
-    url: str
-    capabilities: Capabilities
+    @property
+    def url(self) -> str:
+        """Names the place; :func:`.open.open_backend` understands it."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
 
     async def read(self, name: str, nbytes_max: int = 256 << 20) -> bytes:
         """The whole object. Raises NotFound, or Permanent if it is larger than ``nbytes_max``."""

@@ -13,6 +13,8 @@ import ctypes
 import errno
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from .points import reach
@@ -56,13 +58,19 @@ class Door:
     def path(self, name: str) -> str:
         return os.path.join(self.root, name) if name else self.root
 
+    @contextmanager
+    def _step(self, op: str, name: str) -> Iterator[None]:
+        """Around the one system call of an operation."""
+        reach(f"{op}.before", name)
+        yield
+        reach(f"{op}.after", name)
+
     # -- open files ------------------------------------------------------------------------------------
 
     def open(self, name: str, flags: int, mode: int = 0o666) -> File:
         """New files get ``mode`` less the umask (or what the directory's default ACL says)."""
-        reach("open.before", name)
-        fd = os.open(self.path(name), flags | os.O_CLOEXEC, mode)
-        reach("open.after", name)
+        with self._step("open", name):
+            fd = os.open(self.path(name), flags | os.O_CLOEXEC, mode)
         return File(fd, name, bool(O_DIRECT and flags & O_DIRECT))
 
     def close(self, file: File) -> None:
@@ -86,9 +94,8 @@ class Door:
 
     def write(self, file: File, view: memoryview, offset: int) -> int:
         """Bytes written, which may be fewer than asked for."""
-        reach("write.before", file.name)
-        count = os.pwrite(file.fd, view, offset)
-        reach("write.after", file.name)
+        with self._step("write", file.name):
+            count = os.pwrite(file.fd, view, offset)
         return count
 
     def read_into(self, file: File, view: memoryview, offset: int) -> int:
@@ -99,22 +106,19 @@ class Door:
         return os.pread(file.fd, nbytes, offset)
 
     def fsync(self, file: File) -> None:
-        reach("fsync.before", file.name)
-        os.fsync(file.fd)
-        reach("fsync.after", file.name)
+        with self._step("fsync", file.name):
+            os.fsync(file.fd)
 
     def truncate(self, file: File, nbytes: int) -> None:
-        reach("truncate.before", file.name)
-        os.ftruncate(file.fd, nbytes)
-        reach("truncate.after", file.name)
+        with self._step("truncate", file.name):
+            os.ftruncate(file.fd, nbytes)
 
     def fallocate(self, file: File, nbytes: int) -> None:
         """Reserve room for ``nbytes`` from the start, growing the file; raises OSError where the file system
         cannot. (``posix_fallocate`` would then write into every block instead.)"""
-        reach("fallocate.before", file.name)
-        call = getattr(_libc, "fallocate64", None) or _libc.fallocate
-        _checked(call(file.fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)), self.path(file.name))
-        reach("fallocate.after", file.name)
+        with self._step("fallocate", file.name):
+            call = getattr(_libc, "fallocate64", None) or _libc.fallocate
+            _checked(call(file.fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)), self.path(file.name))
 
     def stat_file(self, file: File) -> os.stat_result:
         return os.fstat(file.fd)
@@ -125,30 +129,25 @@ class Door:
         return os.stat(self.path(name))
 
     def rename(self, source: str, target: str) -> None:
-        reach("rename.before", target)
-        os.rename(self.path(source), self.path(target))
-        reach("rename.after", target)
+        with self._step("rename", target):
+            os.rename(self.path(source), self.path(target))
 
     def link(self, source: str, target: str) -> None:
         """A second name for ``source``; FileExistsError if there is a ``target``."""
-        reach("link.before", target)
-        os.link(self.path(source), self.path(target))
-        reach("link.after", target)
+        with self._step("link", target):
+            os.link(self.path(source), self.path(target))
 
     def unlink(self, name: str) -> None:
-        reach("unlink.before", name)
-        os.unlink(self.path(name))
-        reach("unlink.after", name)
+        with self._step("unlink", name):
+            os.unlink(self.path(name))
 
     def mkdir(self, name: str) -> None:
-        reach("mkdir.before", name)
-        os.mkdir(self.path(name))
-        reach("mkdir.after", name)
+        with self._step("mkdir", name):
+            os.mkdir(self.path(name))
 
     def rmdir(self, name: str) -> None:
-        reach("rmdir.before", name)
-        os.rmdir(self.path(name))
-        reach("rmdir.after", name)
+        with self._step("rmdir", name):
+            os.rmdir(self.path(name))
 
     def open_dir(self, name: str) -> File:
         """A directory, for :meth:`fsync_dir`."""
@@ -157,13 +156,12 @@ class Door:
     def fsync_dir(self, directory: File) -> None:
         """Make the entries of a directory durable. File systems that cannot do it (some network ones) keep
         them durable by themselves."""
-        reach("fsyncdir.before", directory.name)
-        try:
-            os.fsync(directory.fd)
-        except OSError as error:
-            if error.errno not in UNSUPPORTED:
-                raise
-        reach("fsyncdir.after", directory.name)
+        with self._step("fsyncdir", directory.name):
+            try:
+                os.fsync(directory.fd)
+            except OSError as error:
+                if error.errno not in UNSUPPORTED:
+                    raise
 
     def scan(self, name: str) -> list[Entry]:
         """The entries of a directory, sorted by name; those that vanish meanwhile are left out."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 
-from .api import Backend, Item, Items, Names, Writer
+from .api import Backend, Item, Items, Names, Writer, check_name
 from .errors import BackendError, Retryable
 from .wrap import Wrapper, WriterWrapper
+
+Calls = list[tuple[str, str]]
 
 
 @dataclass
@@ -103,7 +105,7 @@ class Faulty(Wrapper):
 
     async def delete(self, names: Iterable[str]) -> None:
         """Each name is a call of its own, in order: a fault leaves the earlier ones deleted."""
-        for name in names:
+        for name in [check_name(name) for name in names]:
             struck = self.meet("delete", name)
             await self.inner.delete([name])
             struck.after()
@@ -119,9 +121,6 @@ class Faulty(Wrapper):
             struck = self.meet("discard_leftovers", item.name)
             await self.inner.discard_leftovers([item])
             struck.after()
-
-
-Calls = list[tuple[str, str]]
 
 
 @dataclass

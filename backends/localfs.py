@@ -210,7 +210,7 @@ class LocalFiles:
                 with translated(name):
                     self.door.unlink(name)
             except NotFound:
-                continue
+                pass  # a crash may have left its directories empty
             except BackendError as error:
                 first = first or error
                 continue

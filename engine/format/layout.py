@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import msgspec
@@ -155,11 +156,11 @@ def _checked(
     row = DTYPES.get(dtype)
     if row is None:
         raise _Invalid(f"{part}/{key}", f"unknown dtype {dtype!r}")
-    volume = prod(shape) if len(shape) <= AXES_MAX else SIZE_MAX + 1
-    if volume > SIZE_MAX or (shape and min(shape) < 0):
-        raise _Invalid(f"{part}/{key}", f"shape {shape} is not possible")
+    nbytes = _whole_bytes(row.bits, shape) if len(shape) <= AXES_MAX else -1
+    if nbytes < 0:
+        raise _Invalid(f"{part}/{key}", f"shape {shape[: AXES_MAX + 1]} is not possible")
     if _is_whole(boxes, shape):
-        nbytes = (row.bits * volume + 7) // 8
+        pass
     elif scope is Scope.RANK:
         raise _Invalid(f"{part}/{key}", "an entry of one rank alone must be whole")
     else:
@@ -170,6 +171,13 @@ def _checked(
         if len(set(boxes)) != len(boxes):
             raise _Invalid(f"{part}/{key}", "the same box twice")
     return _Row(part, key, row, shape, boxes, scope, None, 0, nbytes)
+
+
+@lru_cache(maxsize=4096)
+def _whole_bytes(bits: int, shape: tuple[int, ...]) -> int:
+    """Bytes of a whole tensor; -1 if ``shape`` is not possible."""
+    volume = prod(shape)
+    return -1 if volume > SIZE_MAX or (shape and min(shape) < 0) else (bits * volume + 7) // 8
 
 
 def _is_whole(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> bool:
@@ -356,6 +364,7 @@ def _rows(columns: _Columns) -> list[_Row]:
     _check_range("image", columns.image, len(columns.images) + 1)
     _check_range("begin", columns.begin, SIZE_MAX + 1)
     scopes = tuple(Scope)
+    wholes: dict[tuple[int, ...], tuple[Box, ...]] = {}  # most entries are whole, and few shapes are many
     rows = []
     for part, key, dtype, scope, shape, flat, image, begin in zip(
         columns.part,
@@ -368,7 +377,10 @@ def _rows(columns: _Columns) -> list[_Row]:
         columns.begin,
         strict=True,
     ):
-        boxes = (Box((0,) * len(shape), shape),) if flat is None else _boxes(key, flat, len(shape))
+        if flat is not None:
+            boxes = _boxes(key, flat, len(shape))
+        elif (boxes := wholes.get(shape, ())) == ():
+            boxes = wholes[shape] = (Box.full(shape),)
         row = _checked(columns.parts[part], key, columns.dtypes[dtype], shape, boxes, scopes[scope])
         if image:
             row.image, row.begin = image - 1, begin

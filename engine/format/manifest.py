@@ -29,8 +29,8 @@ class RankRecord:
 class Manifest:
     """Attempt ``attempt`` of ``step`` in ``incarnation`` is complete and counts.
 
-    ``number`` is the decision's own: the attempt's, but for a revision, which says again, above a tombstone that
-    was taken back, that an earlier attempt counts. 0 stands for the attempt's number.
+    ``revision`` is None where the decision has the attempt's number. A revision has a higher number, its own,
+    and says again, above a tombstone that was taken back, that the attempt counts.
     """
 
     step: int
@@ -48,7 +48,7 @@ class Manifest:
     parent: dict[str, Any] | None = None
     created: str = ""
     scope: str = "shared"
-    number: int = 0
+    revision: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def decision_number(decision: Decision) -> int:
         return decision.attempt
     if isinstance(decision, Tombstone):
         return decision.number
-    return decision.number or decision.attempt
+    return decision.attempt if decision.revision is None else decision.revision
 
 
 def encode_decision(decision: Decision) -> bytes:
@@ -143,8 +143,7 @@ def _check_manifest(manifest: Manifest) -> None:
     need(manifest.scope in _SCOPES, f"scope is {manifest.scope!r}, not one of {_SCOPES}")
     need_number("world", manifest.world, least=1)
     need_number("attempt", manifest.attempt, least=1)
-    revises = manifest.number == 0 or manifest.number > manifest.attempt
-    need(revises, f"revision {manifest.number} of attempt {manifest.attempt}")
+    need_number("revision", manifest.revision, least=manifest.attempt + 1)
     ranks = [record.rank for record in manifest.ranks]
     need(ranks == sorted(set(ranks)), "ranks are not in order, each once")
     need_number("rank", ranks[-1] if ranks else 0, most=manifest.world - 1)

@@ -77,7 +77,7 @@ def unseal_any(data: bytes, name: str, kinds: tuple[str, ...] | None = None) -> 
     if kinds is not None and kind not in kinds:
         raise Damaged("this is another kind of record", name=name, found=kind, expected=" or ".join(kinds))
     try:
-        record = json.loads(data, object_pairs_hook=_no_twins, parse_constant=_no_constant)
+        record = json.loads(data.decode(), object_pairs_hook=_no_twins, parse_constant=_no_constant)
     except (ValueError, RecursionError) as problem:
         raise Damaged("the record is no proper JSON", name=name, found=str(problem)) from None
     if not isinstance(record, dict) or record.get("everstep") != kind:

@@ -144,20 +144,25 @@ class BoxIndex:
     """Finds, among many boxes of one tensor, those that may meet a given one: sorted along the axis that
     tells most of them apart. Immutable after construction."""
 
+    FEW = 16
+    """So many boxes are not worth sorting."""
+
     def __init__(self, boxes: Sequence[Box]) -> None:
-        axes = range(len(boxes[0].offsets)) if boxes else range(0)
-        self._axis = max(axes, key=lambda axis: len({box.offsets[axis] for box in boxes}), default=0)
-        self._flat = not axes
-        self._order = sorted(
-            range(len(boxes)), key=lambda i: 0 if self._flat else boxes[i].offsets[self._axis]
-        )
-        self._starts = [0 if self._flat else boxes[i].offsets[self._axis] for i in self._order]
-        self._longest = max((0 if self._flat else box.lengths[self._axis] for box in boxes), default=0)
+        self._all = list(range(len(boxes)))
+        self._sorted = len(boxes) > self.FEW and len(boxes[0].offsets) > 0
+        if not self._sorted:
+            return
+        axes = range(len(boxes[0].offsets))
+        axis = max(axes, key=lambda axis: len({box.offsets[axis] for box in boxes}))
+        self._axis = axis
+        self._order = sorted(self._all, key=lambda i: boxes[i].offsets[axis])
+        self._starts = [boxes[i].offsets[axis] for i in self._order]
+        self._longest = max(box.lengths[axis] for box in boxes)
 
     def near(self, box: Box) -> list[int]:
         """Indices of the boxes that may meet ``box``, in ascending order."""
-        if self._flat:
-            return sorted(self._order)
+        if not self._sorted:
+            return self._all
         begin = box.offsets[self._axis]
         low = bisect.bisect_right(self._starts, begin - self._longest)
         high = bisect.bisect_left(self._starts, begin + box.lengths[self._axis])

@@ -12,6 +12,9 @@ from .problems import Problems
 _Held = tuple[int, Entry]
 """An entry and the rank that has it."""
 
+_Pattern = tuple[tuple[int, ...], tuple[tuple[Box, ...], ...]]
+"""A shape and the boxes stored of it, by rank: most tensors of a job are cut like another one."""
+
 
 def check_coverage(ranks: Sequence[Sequence[Entry]]) -> None:
     """Check the entries of all ranks (index: rank) against each other.
@@ -42,8 +45,9 @@ def check_coverage(ranks: Sequence[Sequence[Entry]]) -> None:
         problems.add(
             *name, f"one tensor of the job on rank {first[name][0]}, rank {private[name]}'s own there"
         )
+    good: set[_Pattern] = set()
     for name, (_, entry) in first.items():
-        wrong = _misfit(entry.shape, stored.get(name, ()))
+        wrong = _misfit(entry.shape, stored.get(name, ()), good)
         if wrong is not None:
             problems.add(*name, wrong)
     problems.raise_if_any(StateMismatch, "the ranks do not store every tensor of the job exactly once")
@@ -53,12 +57,16 @@ def _tensor(entry: Entry) -> str:
     return f"{entry.dtype}{list(entry.shape)}"
 
 
-def _misfit(shape: tuple[int, ...], held: Sequence[_Held]) -> str | None:
-    """What is wrong with the boxes stored of one key, in words; None if they tile its shape."""
+def _misfit(shape: tuple[int, ...], held: Sequence[_Held], good: set[_Pattern]) -> str | None:
+    """What is wrong with the boxes stored of one key, in words; None if they tile its shape (then noted in
+    ``good``, which saves looking again)."""
     if not held:
         return "stored by no rank"
     full = Box.full(shape)
     if len(held) == 1 and held[0][1].boxes == (full,):
+        return None
+    pattern = (shape, tuple([entry.boxes for _, entry in held]))
+    if pattern in good:
         return None
     boxes = [(box, rank) for rank, entry in held for box in entry.boxes]
     for box, rank in boxes:
@@ -69,6 +77,7 @@ def _misfit(shape: tuple[int, ...], held: Sequence[_Held]) -> str | None:
     except ValueError as problem:
         return str(problem)
     if wrong is None:
+        good.add(pattern)
         return None
     point, surplus = wrong
     if surplus < 0:

@@ -43,7 +43,8 @@ def reading(backend: Backend, name: str) -> Iterator[None]:
 
 @contextmanager
 def writing(backend: Backend, name: str, **fields: object) -> Iterator[None]:
-    """Turn what a write of ``name`` raises into :class:`StorageFull` or :class:`SaveFailed`, but for Conflict."""
+    """Turn what a write of ``name`` raises into :class:`StorageFull` or :class:`SaveFailed`, but for
+    Conflict."""
     try:
         yield
     except Conflict:

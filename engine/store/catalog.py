@@ -5,13 +5,14 @@ An uncached listing proposes; decisions decide; the lineage chooses.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from everstep.backends.api import Backend
 from everstep.backends.errors import NotFound
 from everstep.errors import Damaged
 from everstep.format import names
-from everstep.format.layout import Layout, decode, decompress, layout_hash
+from everstep.format.layout import Layout, open_layout
 from everstep.format.manifest import Abort, Decision, Manifest, Tombstone, decode_decision
 from everstep.format.vote import Vote, decode_vote
 
@@ -35,9 +36,15 @@ class StepNames:
         """(incarnation, step): the order of a lineage."""
         return self.incarnation, self.step
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """(step, incarnation): the order of names."""
+        return self.step, self.incarnation
 
-async def list_steps(backend: Backend) -> list[StepNames]:
-    """All checkpoints' directories, newest (incarnation, step) last. Names that are not ours are left out."""
+
+async def list_steps(backend: Backend, *, empty: bool = False) -> list[StepNames]:
+    """All checkpoints' directories, newest (incarnation, step) last. Names that are not ours are left out,
+    and (but for ``empty``) directories without decisions and attempts, which a crash may leave."""
     with reading(backend, names.CHECKPOINTS):
         children = await backend.list_names(names.CHECKPOINTS)
     steps = [step for child in children if (step := names.parse_step(child)) is not None]
@@ -49,7 +56,8 @@ async def list_steps(backend: Backend) -> list[StepNames]:
         return [await list_step(backend, step, number) for number in numbers]
 
     lists = await each(steps, of_step)
-    return sorted((found for some in lists for found in some), key=lambda found: found.key)
+    steps_found = [found for some in lists for found in some if empty or found.decisions or found.attempts]
+    return sorted(steps_found, key=lambda found: found.key)
 
 
 async def list_step(backend: Backend, step: int, incarnation: int) -> StepNames:
@@ -63,7 +71,8 @@ async def list_step(backend: Backend, step: int, incarnation: int) -> StepNames:
 
 
 async def read_decision_at(backend: Backend, step: int, incarnation: int, number: int) -> Decision | None:
-    """Decision ``number`` of the checkpoint; None if there is none. Raises Damaged, UnknownFormat, CannotTell."""
+    """Decision ``number`` of the checkpoint; None if there is none. Raises Damaged, UnknownFormat,
+    CannotTell."""
     name = names.decision(step, incarnation, number)
     try:
         with reading(backend, name):
@@ -76,8 +85,8 @@ async def read_decision_at(backend: Backend, step: int, incarnation: int, number
 async def read_decision(backend: Backend, found: StepNames) -> Manifest | Tombstone | None:
     """The decision that counts: the highest that is no abort record; None where nothing was decided.
 
-    A decision that vanishes between listing and reading (rotation at work) makes it list again. Raises Damaged,
-    UnknownFormat, CannotTell: a decision that cannot be read hides whatever lies below it.
+    A decision that vanishes between listing and reading (rotation at work) makes it list again. Raises
+    Damaged, UnknownFormat, CannotTell: a decision that cannot be read hides whatever lies below it.
     """
     numbered = await read_numbered(backend, found)
     return None if numbered is None else numbered[1]
@@ -116,8 +125,8 @@ async def read_vote(
     if found != (step, incarnation, attempt, rank):
         raise Damaged(
             f"{name} is the vote of another place",
-            found="step %d, incarnation %d, attempt %d, rank %d" % found,
-            expected=f"step {step}, incarnation {incarnation}, attempt {attempt}, rank {rank}",
+            found=f"(step, incarnation, attempt, rank) {found}",
+            expected=f"{(step, incarnation, attempt, rank)}",
             name=name,
         )
     return data, vote
@@ -169,11 +178,5 @@ async def read_layout(backend: Backend, hash_text: str) -> Layout:
             data = await backend.read(name, SMALL_BYTES_MAX)
     except NotFound:
         raise Damaged(f"{name} is missing", found="nothing", expected="a layout", name=name) from None
-    try:
-        encoded = decompress(data)
-    except Damaged as error:
-        raise Damaged(f"{name} is damaged", found=str(error), expected="a layout", name=name) from error
-    found = layout_hash(encoded)
-    if found != hash_text:
-        raise Damaged(f"{name} is damaged", found=f"hash {found}", expected=f"hash {hash_text}", name=name)
-    return decode(encoded)
+    # Decoding a large layout takes a while; the loop has other things to do.
+    return await asyncio.to_thread(open_layout, data, hash_text, name)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from everstep.backends.api import Backend
-from everstep.backends.errors import Conflict, NotFound
+from everstep.backends.errors import BackendError, Conflict, NotFound
 from everstep.backends.points import reach
 from everstep.errors import Damaged, StateMismatch, UsageError
 from everstep.format import names
@@ -35,7 +36,8 @@ _covered: OrderedDict[tuple[str, ...], None] = OrderedDict()
 
 
 async def next_attempt(backend: Backend, step: int, incarnation: int) -> tuple[int, Manifest | None]:
-    """The attempt to work on (one above the highest decided), and the manifest that already counts, if any."""
+    """The attempt to work on (one above the highest decided), and the manifest that already counts, if
+    any."""
     found = await list_step(backend, step, incarnation)
     number = max(found.decisions, default=0) + 1
     counting = await read_numbered(backend, found)
@@ -45,11 +47,11 @@ async def next_attempt(backend: Backend, step: int, incarnation: int) -> tuple[i
 async def try_commit(
     backend: Backend, step: int, incarnation: int, attempt: int, world: int
 ) -> Manifest | Abort | None:
-    """Decide the attempt if all votes are in; None while some are missing. Any process may call it, any number
-    of times; whichever decision stands is returned.
+    """Decide the attempt if all votes are in; None while some are missing. Any process may call it, any
+    number of times; whichever decision stands is returned.
 
-    Votes that disagree, or that do not cover every tensor, and an attempt above a newer incarnation's cut, end in
-    an abort record that says so. Raises CannotTell, SaveFailed, StorageFull: not decided, try again.
+    Votes that disagree, or that do not cover every tensor, and an attempt above a newer incarnation's cut,
+    end in an abort record that says so. Raises CannotTell, SaveFailed, StorageFull: not decided, try again.
     """
     found = await list_step(backend, step, incarnation)
     if attempt in found.decisions:
@@ -85,7 +87,15 @@ async def try_commit(
     reach("manifest.before", names.decision(step, incarnation, attempt))
     decision = await _publish(backend, manifest, attempt)
     reach("manifest.after", names.decision(step, incarnation, attempt))
+    await _tidy(backend, names.attempt_dir(step, incarnation, attempt))
     return decision
+
+
+async def _tidy(backend: Backend, directory: str) -> None:
+    """Remove what crashed writers left in a decided attempt; no writer of it can be of use any more. Rotation
+    removes what this cannot."""
+    with suppress(BackendError):
+        await backend.discard_leftovers(await backend.leftovers(directory))
 
 
 async def abort_attempt(
@@ -120,7 +130,8 @@ async def _standing(backend: Backend, step: int, incarnation: int, attempt: int)
 
 
 def _as_attempt(decision: Decision, number: int) -> Manifest | Abort:
-    """What a decision says of attempt ``number``: a tombstone, or a revision of an earlier manifest, took it."""
+    """What a decision says of attempt ``number``: a tombstone, or a revision of an earlier manifest, took
+    it."""
     if isinstance(decision, Tombstone):
         return Abort(
             decision.step, decision.incarnation, number, f"the checkpoint was removed: {decision.reason}"
@@ -143,9 +154,7 @@ async def _superseded(backend: Backend, step: int, incarnation: int) -> tuple[No
     lineage = Lineage(records)
     if lineage.counts(incarnation, step):
         return None
-    return None, (
-        f"superseded: incarnation {lineage.newest} went on from before step {step} of incarnation {incarnation}"
-    )
+    return None, f"superseded: incarnation {lineage.newest} went on from an earlier step"
 
 
 async def _objection(backend: Backend, votes: Sequence[Vote], world: int) -> tuple[int | None, str] | None:

@@ -41,8 +41,8 @@ class Event:
 
 
 class EventLog:
-    """The event file of one writer. :meth:`append` only remembers; :meth:`flush` makes durable. One task at a time
-    flushes; ``writer`` is unique in the run (letters, digits, ``_`` and ``-``)."""
+    """The event file of one writer. :meth:`append` only remembers; :meth:`flush` makes durable. One task at a
+    time flushes; ``writer`` is unique in the run (letters, digits, ``_`` and ``-``)."""
 
     def __init__(self, backend: Backend, writer: str, *, clock: Callable[[], float] = time.time) -> None:
         self.backend = backend
@@ -91,7 +91,8 @@ class EventLog:
 
 
 def _strict(value: Any) -> Any:
-    """``value`` with NaN and infinities as text: bare words would make the line unreadable for strict parsers."""
+    """``value`` with NaN and infinities as text: bare words would make the line unreadable for strict
+    parsers."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

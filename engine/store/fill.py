@@ -1,8 +1,8 @@
 """Filling tensors from images, every chunk proved before a byte of it is copied.
 
-Pieces of whole chunks travel through a few reused page-aligned buffers (or stay where they are, when the source
-has them in memory): read, hash, compare, copy. A chunk that is not what its record says, or that cannot be read,
-is fetched from the next source that holds the same image.
+Pieces of whole chunks travel through a few reused page-aligned buffers (or stay where they are, when the
+source has them in memory): read, hash, compare, copy. A chunk that is not what its record says, or that
+cannot be read, is fetched from the next source that holds the same image.
 """
 
 from __future__ import annotations
@@ -97,12 +97,12 @@ async def fill(
     parallel: int = PARALLEL,
     piece_bytes: int = PIECE_BYTES,
 ) -> FillReport:
-    """Do the ``reads`` into ``targets`` (writable flat views by entry index), from ``sources`` of one checkpoint,
-    best first.
+    """Do the ``reads`` into ``targets`` (writable flat views by entry index), from ``sources`` of one
+    checkpoint, best first.
 
-    At most ``parallel`` pieces of ``piece_bytes`` are in memory. On an error the targets hold a mixture: what was
-    copied was proved, the rest is untouched. Raises Damaged (naming object, offset, found, expected) when no
-    source has a chunk right, Pruned, CannotTell, SlotGone.
+    At most ``parallel`` pieces of ``piece_bytes`` are in memory. On an error the targets hold a mixture: what
+    was copied was proved, the rest is untouched. Raises Damaged (naming object, offset, found, expected) when
+    no source has a chunk right, Pruned, CannotTell, SlotGone.
     """
     _check_sources(sources)
     report = FillReport()
@@ -139,6 +139,7 @@ class _Image:
     rank: int
     image: str
     record: ImageRecord
+    header_bytes: int
     reads: list[Read]
 
 
@@ -151,8 +152,22 @@ async def _images(sources: Sequence[Source], reads: Sequence[Read], report: Fill
     for (rank, image), some in by_image.items():
         holders, record = await _holders(sources, rank, image, report)
         some.sort(key=lambda read: read.image_offset)
-        images.append(_Image(holders, rank, image, record, some))
+        header_bytes = await _header_bytes(holders, rank, image)
+        images.append(_Image(holders, rank, image, record, header_bytes, some))
     return images
+
+
+async def _header_bytes(holders: Sequence[Source], rank: int, image: str) -> int:
+    """Size of the image's header. No tensor needs its chunks, but a load that uses an image proves it all."""
+    failed: list[tuple[Source, EverstepError]] = []
+    for source in holders:
+        try:
+            layout = await source.layout(rank)
+        except _UNSERVED as error:
+            failed.append((source, error))
+        else:
+            return next(len(spec.header) for spec in layout.images if spec.name == image)
+    raise _worst(failed)
 
 
 async def _holders(
@@ -208,15 +223,16 @@ def _pieces(
     for image in images:
         chunk_bytes = image.holders[0].chunk_bytes
         step = max(piece_bytes // chunk_bytes, 1) * chunk_bytes
-        spans = _spans(image.reads, image.record.nbytes, chunk_bytes, step)
+        spans = _spans(image, chunk_bytes, step)
         yield from _with_copies(image, spans)
 
 
-def _spans(reads: Sequence[Read], nbytes: int, chunk_bytes: int, step: int) -> list[tuple[int, int]]:
+def _spans(image: _Image, chunk_bytes: int, step: int) -> list[tuple[int, int]]:
     """Ranges of consecutive needed chunks, each at most ``step`` bytes; reads are sorted by offset."""
+    nbytes = image.record.nbytes
     spans: list[tuple[int, int]] = []
-    start = end = 0
-    for read in reads:
+    start, end = 0, min(-(-image.header_bytes // chunk_bytes) * chunk_bytes, nbytes)
+    for read in image.reads:
         if read.nbytes == 0:
             continue
         stop = read.image_offset + read.nbytes
@@ -227,12 +243,10 @@ def _spans(reads: Sequence[Read], nbytes: int, chunk_bytes: int, step: int) -> l
                 expected=f"at most {nbytes}",
             )
         first = read.image_offset // chunk_bytes * chunk_bytes
-        last = min(-(-stop // chunk_bytes) * chunk_bytes, nbytes)
-        if first > end or end == 0:
+        if first > end:
             spans.extend(_cut(start, end, step))
             start = first
-            end = last
-        end = max(end, last)
+        end = max(end, min(-(-stop // chunk_bytes) * chunk_bytes, nbytes))
     spans.extend(_cut(start, end, step))
     return spans
 

@@ -38,8 +38,8 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding. ``name`` is the object's (or directory's) name relative to the root; ``hurts`` says what can no
-    longer be done because of it, "" for nothing."""
+    """One finding. ``name`` is the object's (or directory's) name relative to the root; ``hurts`` says what
+    can no longer be done because of it, "" for nothing."""
 
     severity: Severity
     kind: Kind
@@ -57,8 +57,8 @@ EXIT_USAGE = 16
 
 
 def exit_code(severities: Iterable[Severity]) -> int:
-    """As fsck(8): the sum of 4 (damage left) and 8 (cannot tell) where they apply; 0 for infos and warnings. 16 is
-    for calls that are wrong (the root is no run, no such step)."""
+    """As fsck(8): the sum of 4 (damage left) and 8 (cannot tell) where they apply; 0 for infos and warnings.
+    16 is for calls that are wrong (the root is no run, no such step)."""
     found = set(severities)
     return (EXIT_DAMAGE if Severity.DAMAGE in found else 0) + (
         EXIT_CANNOT_TELL if Severity.CANNOT_TELL in found else 0

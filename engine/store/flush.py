@@ -22,7 +22,7 @@ from everstep.errors import BadOption, Damaged, SaveAbandoned, SaveFailed
 from everstep.format import names
 from everstep.format.constants import HASH_BYTES
 from everstep.format.hashing import chunk_hashes, image_root, rank_root
-from everstep.format.layout import Layout, compress, decode, decompress, layout_hash
+from everstep.format.layout import compress, decompress, layout_hash
 from everstep.format.manifest import Abort
 from everstep.format.records import RunRecord
 from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote, encode_vote
@@ -71,8 +71,8 @@ class _Source:
 async def flush_rank(
     backend: Backend, job: FlushJob, pinned: Pinned, *, chunk_bytes: int, run: RunRecord
 ) -> Vote:
-    """Write the pinned snapshot as ``job``'s share and vote. Doing it again, after a crash at any point, ends in
-    the same vote.
+    """Write the pinned snapshot as ``job``'s share and vote. Doing it again, after a crash at any point, ends
+    in the same vote.
 
     Raises SaveFailed or StorageFull (nothing counts; the same attempt may be tried again), SaveAbandoned (the
     attempt was given up), SlotGone (the slot was reused), Damaged (the slot's bytes changed after sealing),
@@ -82,11 +82,11 @@ async def flush_rank(
         raise BadOption(
             "the arena and the run differ in chunk size", found=chunk_bytes, expected=run.chunk_bytes
         )
-    layout, encoded = _layout_of(job, pinned)
+    encoded = _layout_of(job, pinned)
     await _refuse_decided(backend, job)
     images = [
-        _Source(spec.name, IMAGE_REGION + spec.name, names.image(*_place(job), spec.name))
-        for spec in layout.images
+        _Source(image, IMAGE_REGION + image, names.image(*_place(job), image))
+        for image in image_names(pinned)
     ]
     images.append(_Source(STATE_IMAGE, STATE_IMAGE, names.state(*_place(job))))
     former = await _former_vote(backend, job, pinned, images)
@@ -112,8 +112,13 @@ def _place(job: FlushJob) -> tuple[int, int, int, int]:
     return job.step, job.incarnation, job.attempt, job.rank
 
 
-def _layout_of(job: FlushJob, pinned: Pinned) -> tuple[Layout, bytes]:
-    """The slot's layout, decoded and as canonical bytes; the slot must hold what ``job`` says."""
+def image_names(pinned: Pinned) -> list[str]:
+    """The images in the slot, in the layout's order."""
+    return [region[len(IMAGE_REGION) :] for region in pinned.regions if region.startswith(IMAGE_REGION)]
+
+
+def _layout_of(job: FlushJob, pinned: Pinned) -> bytes:
+    """The canonical bytes of the slot's layout, proved by their hash. The slot must hold what ``job`` says."""
     info = pinned.info
     if (info.step, info.incarnation) != (job.step, job.incarnation):
         raise SaveFailed(
@@ -130,13 +135,7 @@ def _layout_of(job: FlushJob, pinned: Pinned) -> tuple[Layout, bytes]:
         raise Damaged(
             f"{name}: not the layout that was put there", found=found, expected=info.layout_hash, name=name
         )
-    layout = decode(encoded)
-    for spec in layout.images:
-        nbytes = pinned.regions.get(IMAGE_REGION + spec.name)
-        if nbytes != spec.nbytes:
-            name = f"slot of rank {job.rank}, image {spec.name!r}"
-            raise Damaged(f"{name}: wrong size", found=nbytes, expected=spec.nbytes, name=name)
-    return layout, encoded
+    return encoded
 
 
 async def _refuse_decided(backend: Backend, job: FlushJob) -> None:
@@ -152,8 +151,8 @@ async def _refuse_decided(backend: Backend, job: FlushJob) -> None:
 
 
 async def _former_vote(backend: Backend, job: FlushJob, pinned: Pinned, images: list[_Source]) -> Vote | None:
-    """This rank's vote of an earlier try, if it stands for this very slot: then all images are durable. It also
-    forbids writing other bytes under names that a manifest may be about to prove by it."""
+    """This rank's vote of an earlier try, if it stands for this very slot: then all images are durable. It
+    also forbids writing other bytes under names that a manifest may be about to prove by it."""
     try:
         _, vote = await read_vote(backend, *_place(job))
     except NotFound:
@@ -186,8 +185,8 @@ async def _former_vote(backend: Backend, job: FlushJob, pinned: Pinned, images: 
 
 
 async def _store_layout(backend: Backend, hash_text: str, encoded: bytes) -> None:
-    """The layout object, created if absent and verified if present. A damaged one is put right: the right bytes
-    are at hand, and every checkpoint that names it needs them."""
+    """The layout object, created if absent and verified if present. A damaged one is put right: the right
+    bytes are at hand, and every checkpoint that names it needs them."""
     name = names.layout(hash_text)
     try:
         with reading(backend, name):

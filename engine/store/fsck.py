@@ -74,8 +74,8 @@ async def check(
     progress: Progress | None = None,
     decision_wait_s: float = DECISION_WAIT_S,
 ) -> AsyncIterator[Finding]:
-    """Check the run, or only the checkpoints of ``step``; ``quick`` leaves the images' bytes unread (their sizes,
-    and all hashes of everything else, are checked). Yields findings as they come.
+    """Check the run, or only the checkpoints of ``step``; ``quick`` leaves the images' bytes unread (their
+    sizes, and all hashes of everything else, are checked). Yields findings as they come.
 
     Raises NotARun, UnknownFormat (of the run itself), NoCheckpoint (no directory of ``step``).
     """
@@ -231,7 +231,8 @@ def _tombstone(run: _Run, found: StepNames, tombstone: Tombstone) -> Finding:
     left = sum(len(_files(run, found, attempt)) for attempt in found.attempts)
     others = len(found.decisions) - 1
     if left or others:
-        message = f"removed ({tombstone.reason}), but {left} files and {others} decisions remain for the next rotation"
+        rest = f"{left} files and {others} decisions remain for the next rotation"
+        message = f"removed ({tombstone.reason}), but {rest}"
         return Finding(Severity.WARNING, Kind.TOMBSTONE, name, found.step, found.incarnation, message)
     message = f"removed ({tombstone.reason}); the tombstone waits for late commits"
     return Finding(Severity.INFO, Kind.TOMBSTONE, name, found.step, found.incarnation, message)
@@ -265,11 +266,12 @@ async def _manifest(
 
 
 async def _undecided(run: _Run, checkpoints: list[_Checkpoint], wait_s: float) -> AsyncIterator[Finding]:
-    """Attempts without a decision. One with all its votes is damage, unless a live run decides it meanwhile."""
+    """Attempts without a decision. One with all its votes is damage, unless a live run decides it
+    meanwhile."""
     open_attempts: list[tuple[StepNames, int, bool]] = []
     for checkpoint in checkpoints:
         found = checkpoint.found
-        undecided = [attempt for attempt in found.attempts if attempt not in found.decisions]
+        undecided = [a for a in found.attempts if a not in found.decisions and _files(run, found, a)]
         if not undecided or isinstance(checkpoint.standing, Tombstone):
             continue
         try:

@@ -1,9 +1,9 @@
 """Removing checkpoints that retention gave up, and what given-up attempts left behind.
 
-Announce, then look: a tombstone is published first, then dependents are looked for; whoever comes to depend on a
-checkpoint publishes that first and then re-reads the checkpoint. One of the two always sees the other. Order
-within a checkpoint: tombstone, votes, images, decisions, and long after, the tombstone. A crash anywhere
-leaves a tombstone, and the next rotation finishes. Names that are not ours are never removed.
+Announce, then look: a tombstone is published first, then dependents are looked for; whoever comes to depend
+on a checkpoint publishes that first and then re-reads the checkpoint. One of the two always sees the other.
+Order within a checkpoint: tombstone, votes, images, decisions, and long after, the tombstone. A crash
+anywhere leaves a tombstone, and the next rotation finishes. Names that are not ours are never removed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from .commit import abort_attempt, publish_decision
 from .runs import TIME_FORMAT, now, read_incarnations
 
 TOMBSTONE_WAIT_S = 3600.0
-"""A tombstone outlives every commit that may still be under way: a late manifest then lies below it and counts
-for nothing. By the wall clocks of two machines, hence the margin over any commit's own bound."""
+"""A tombstone outlives every commit that may still be under way: a late manifest then lies below it and
+counts for nothing. By the wall clocks of two machines, hence the margin over any commit's own bound."""
 
 PUBLISH_TRIES_MAX = 8
 """How often the next decision number is tried when others take it."""
@@ -74,14 +74,14 @@ async def rotate(
 ) -> RotationReport:
     """Remove what ``plan`` removes, finish what an earlier rotation began, collect leftover attempts.
 
-    ``is_superseded`` is asked again before every checkpoint: a superseded writer deletes nothing. ``is_gone`` says
-    of an incarnation that its writer is provably dead; only then are its undecided attempts given up. Raises
-    CannotTell, SaveFailed: what was done stays done, the rest is for the next rotation.
+    ``is_superseded`` is asked again before every checkpoint: a superseded writer deletes nothing. ``is_gone``
+    says of an incarnation that its writer is provably dead; only then are its undecided attempts given up.
+    Raises CannotTell, SaveFailed: what was done stays done, the rest is for the next rotation.
     """
     report = RotationReport()
     keep = {key for key, _ in plan.keep}
     remove = set(plan.remove) - keep
-    steps = await list_steps(backend)
+    steps = await list_steps(backend, empty=True)
     standing: dict[Key, Manifest | Tombstone | None] = {}
     for found in steps:
         if await is_superseded():
@@ -131,7 +131,7 @@ async def _remove(
     if tombstone is None:
         report.kept.append((found.key, "another process decided something about it"))
         return
-    reach("rotate.tombstoned", names.checkpoint_dir(found.step, found.incarnation))
+    reach("rotate.tombstoned", names.checkpoint_dir(*found.place))
     need = await _needed(backend, found.key)
     if need is None and await is_superseded():
         report.superseded = True
@@ -147,14 +147,14 @@ async def _remove(
 
 async def _bury(backend: Backend, found: StepNames, reason: str) -> Tombstone | None:
     number = max(found.decisions) + 1
-    tombstone = Tombstone(found.step, found.incarnation, number, reason, created=now())
+    tombstone = Tombstone(*found.place, number, reason, created=now())
     stood = await publish_decision(backend, tombstone, number)
     return tombstone if stood is None else None
 
 
 async def _needed(backend: Backend, key: Key) -> str | None:
-    """Why a checkpoint under a fresh tombstone must come back: by what incarnations say *now*, nothing newer that
-    counts is there to load instead of it, so that whoever adopted it (or will load next) needs it."""
+    """Why a checkpoint under a fresh tombstone must come back: by what incarnations say *now*, nothing newer
+    that counts is there to load instead of it, so that whoever adopted it (or will load next) needs it."""
     records = await read_incarnations(backend)
     lineage = Lineage(records)
     if not lineage.counts(*key):
@@ -174,7 +174,7 @@ async def _needed(backend: Backend, key: Key) -> str | None:
 async def _restore(backend: Backend, manifest: Manifest, number: int) -> None:
     """Publish the manifest again, as a revision above the tombstone."""
     for above in range(number, number + PUBLISH_TRIES_MAX):
-        stood = await publish_decision(backend, replace(manifest, number=above), above)
+        stood = await publish_decision(backend, replace(manifest, revision=above), above)
         if stood is None or isinstance(stood, Manifest):
             return
     name = names.checkpoint_dir(manifest.step, manifest.incarnation)
@@ -209,20 +209,22 @@ async def _finish(
     if later or _age_s(tombstone.created, clock) < tombstone_wait_s:
         report.waiting.append(found.key)
         return
-    with writing(backend, names.checkpoint_dir(found.step, found.incarnation)):
-        await backend.delete([names.decision(found.step, found.incarnation, tombstone.number)])
-    reach("rotate.deleted.tombstone", names.checkpoint_dir(found.step, found.incarnation))
+    directory = names.checkpoint_dir(*found.place)
+    with writing(backend, directory):
+        await backend.discard_leftovers(await backend.leftovers(directory))
+        await backend.delete([names.decision(*found.place, tombstone.number)])
+    reach("rotate.deleted.tombstone", directory)
 
 
 async def _intact(backend: Backend, found: StepNames, tombstone: Tombstone) -> Manifest | None:
     """The manifest below the tombstone if none of its votes was deleted yet (they go first)."""
     for number in reversed([number for number in found.decisions if number < tombstone.number]):
         try:
-            decision = await read_decision_at(backend, found.step, found.incarnation, number)
+            decision = await read_decision_at(backend, *found.place, number)
         except Damaged:
             return None
         if isinstance(decision, Manifest):
-            ranks = await voted_ranks(backend, found.step, found.incarnation, decision.attempt)
+            ranks = await voted_ranks(backend, *found.place, decision.attempt)
             return decision if ranks == [record.rank for record in decision.ranks] else None
     return None
 
@@ -235,19 +237,19 @@ async def _delete_files(
     backend: Backend, found: StepNames, tombstone: Tombstone, report: RotationReport
 ) -> None:
     """Votes, images and states of all attempts below the tombstone, then the decisions below it."""
-    directory = names.checkpoint_dir(found.step, found.incarnation)
+    directory = names.checkpoint_dir(*found.place)
     attempts = [attempt for attempt in found.attempts if attempt < tombstone.number]
     for attempt in attempts:
         await _delete_attempt(backend, found, attempt, report)
     decisions = [number for number in found.decisions if number < tombstone.number]
     with writing(backend, directory):
-        await backend.delete([names.decision(found.step, found.incarnation, number) for number in decisions])
+        await backend.delete([names.decision(*found.place, number) for number in decisions])
     reach("rotate.deleted.decisions", directory)
 
 
 async def _delete_attempt(backend: Backend, found: StepNames, attempt: int, report: RotationReport) -> None:
     """Everything in the attempt's directory that is ours; votes first."""
-    directory = names.attempt_dir(found.step, found.incarnation, attempt)
+    directory = names.attempt_dir(*found.place, attempt)
     votes: list[Item] = []
     others: list[Item] = []
     with reading(backend, directory):
@@ -264,6 +266,8 @@ async def _delete_attempt(backend: Backend, found: StepNames, attempt: int, repo
         await backend.delete([item.name for item in others])
         reach("rotate.deleted.images", directory)
         await backend.discard_leftovers(temporaries)
+        if not (votes or others or temporaries):  # an empty directory, which a crash left: this removes it
+            await backend.delete([names.vote(*found.place, attempt, 0)])
     report.freed_bytes += sum(item.nbytes for item in (*votes, *others, *temporaries))
 
 
@@ -284,10 +288,17 @@ async def _collect(
             continue
         past = newest is not None and found.key < newest
         gone = is_gone(found.incarnation)
+        if (past or gone) and not (found.decisions or found.attempts):
+            await _drop_empty(backend, names.checkpoint_dir(*found.place), names.decision(*found.place, 1))
+            continue
         for attempt in found.attempts:
             decision = await _decision_of(backend, found, attempt)
-            if decision is None and gone and attempt not in found.decisions:
-                decision = await _give_up(backend, found, attempt, report)
+            if attempt not in found.decisions and (gone or past):
+                directory = names.attempt_dir(*found.place, attempt)
+                if await _drop_empty(backend, directory, names.vote(*found.place, attempt, 0)):
+                    continue
+                if gone:
+                    decision = await _give_up(backend, found, attempt, report)
             if isinstance(decision, Abort) and (gone or past or attempt < max(found.decisions, default=0)):
                 await _delete_attempt(backend, found, attempt, report)
                 report.collected.append((found.key, attempt))
@@ -295,11 +306,24 @@ async def _collect(
             await _forget(backend, found)
 
 
+async def _drop_empty(backend: Backend, directory: str, some_name: str) -> bool:
+    """Whether the directory has nothing of ours (but temporaries); it is then removed with these. A crash
+    leaves such ones. Asking to delete a name in it, which is not there, removes an empty directory."""
+    with reading(backend, directory):
+        if await backend.list_names(directory):
+            return False
+        temporaries = await backend.leftovers(directory)
+    with writing(backend, directory):
+        await backend.discard_leftovers(temporaries)
+        await backend.delete([some_name])
+    return True
+
+
 async def _decision_of(backend: Backend, found: StepNames, attempt: int) -> Decision | None:
     if attempt not in found.decisions:
         return None
     try:
-        return await read_decision_at(backend, found.step, found.incarnation, attempt)
+        return await read_decision_at(backend, *found.place, attempt)
     except Damaged:
         return None
 
@@ -309,20 +333,20 @@ async def _give_up(
 ) -> Manifest | Abort | None:
     """An abort record for an undecided attempt of a dead writer. One that is complete and that the lineage
     reaches is a checkpoint whose manifest is missing: it is left, to be committed by repair."""
-    if attempt in await complete_undecided(backend, found):
-        if Lineage(await read_incarnations(backend)).counts(*found.key):
-            report.kept.append((found.key, f"attempt {attempt} is complete but not decided"))
-            return None
-    return await abort_attempt(backend, found.step, found.incarnation, attempt, reason="its writer is gone")
+    lineage = Lineage(await read_incarnations(backend))
+    if lineage.counts(*found.key) and attempt in await complete_undecided(backend, found):
+        report.kept.append((found.key, f"attempt {attempt} is complete but not decided"))
+        return None
+    return await abort_attempt(backend, *found.place, attempt, reason="its writer is gone")
 
 
 async def _forget(backend: Backend, found: StepNames) -> None:
     """The abort records of a dead writer's checkpoint of which nothing else is left."""
-    left = await list_step(backend, found.step, found.incarnation)
+    left = await list_step(backend, *found.place)
     if left.attempts or not left.decisions:
         return
     for number in left.decisions:
         if not isinstance(await _decision_of(backend, left, number), Abort):
             return
-    with writing(backend, names.checkpoint_dir(found.step, found.incarnation)):
-        await backend.delete([names.decision(found.step, found.incarnation, n) for n in left.decisions])
+    with writing(backend, names.checkpoint_dir(*found.place)):
+        await backend.delete([names.decision(*found.place, n) for n in left.decisions])

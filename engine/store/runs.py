@@ -106,7 +106,8 @@ async def _traces(backend: Backend) -> str | None:
 
 
 async def _refused(backend: Backend, error: BackendError) -> NotARun | CannotTell:
-    """A permanent error at the root: a root that is a file is no run, anything else (denied) cannot be told."""
+    """A permanent error at the root: a root that is a file is no run, anything else (denied) cannot be
+    told."""
     if isinstance(error.__cause__, NotADirectoryError) or "not a directory" in error.cause.lower():
         return NotARun(
             f"{backend.url} is not a run",

@@ -22,7 +22,7 @@ from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote, vote_hash
 
 from .asking import reading
 from .catalog import list_step, read_layout, read_numbered, read_vote
-from .flush import IMAGE_REGION, LAYOUT_REGION, META_REGION, read_meta
+from .flush import IMAGE_REGION, LAYOUT_REGION, META_REGION, image_names, read_meta
 
 if TYPE_CHECKING:
     from everstep.memory.slots import Pinned
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 class Source(Protocol):
     """One holder of one checkpoint's images.
 
-    ``ranks`` are those whose images it holds; the methods are called for these only. All raise Damaged with the
-    object's name, Pruned where rotation removed the checkpoint meanwhile, CannotTell where nothing answered, and
-    SlotGone where a slot was reused.
+    ``ranks`` are those whose images it holds; the methods are called for these only. All raise Damaged with
+    the object's name, Pruned where rotation removed the checkpoint meanwhile, CannotTell where nothing
+    answered, SlotGone where a slot was reused.
     """
 
     label: str
@@ -200,8 +200,8 @@ class DurableSource:
 
 
 class ArenaSource:
-    """A checkpoint in pinned slots of this node's arenas. A slot that is only VALID is sealed first, so that its
-    bytes have hashes to be checked against. The caller keeps the pins."""
+    """A checkpoint in pinned slots of this node's arenas. A slot that is only VALID is sealed first, so that
+    its bytes have hashes to be checked against. The caller keeps the pins."""
 
     def __init__(self, pins: Mapping[int, Pinned], chunk_bytes: int, label: str = "memory") -> None:
         """``pins`` by rank, at least one, all of one step and incarnation."""
@@ -236,7 +236,7 @@ class ArenaSource:
         found = layout_hash(encoded)
         if found != pinned.info.layout_hash:
             raise Damaged(f"{name} is damaged", found=found, expected=pinned.info.layout_hash, name=name)
-        layout = decode(encoded)
+        layout = await asyncio.to_thread(decode, encoded)
         check_images(layout, await self.records(rank), name)
         return layout
 
@@ -250,8 +250,8 @@ class ArenaSource:
         pinned = self._pins[rank]
         records = pinned.sealed()
         if records is None:
-            layout = decode(bytes(pinned.view(LAYOUT_REGION)))
-            records = pinned.compute([IMAGE_REGION + spec.name for spec in layout.images] + [STATE_IMAGE])
+            regions = [IMAGE_REGION + image for image in image_names(pinned)]
+            records = pinned.compute([*regions, STATE_IMAGE])
             pinned.seal(records)
         pinned.check()
         for record in records:
@@ -362,8 +362,8 @@ def check_images(layout: Layout, records: Mapping[str, ImageRecord], name: str) 
 def bad_chunks(
     view: memoryview, first: int, record: ImageRecord, chunk_bytes: int
 ) -> list[tuple[int, bytes]]:
-    """The chunks in ``view`` (which begins with chunk ``first``) whose hash is not the record's, each with the
-    hash found. A chunk for which the record has no hash is bad."""
+    """The chunks in ``view`` (which begins with chunk ``first``) whose hash is not the record's, each with
+    the hash found. A chunk for which the record has no hash is bad."""
     found = chunk_hashes(view, chunk_bytes)
     expected = record.chunks[first * HASH_BYTES : first * HASH_BYTES + len(found)]
     if found == expected:

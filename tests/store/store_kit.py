@@ -217,25 +217,26 @@ async def load(backend: Backend, manifest: Manifest) -> FillReport:
     """Load all ranks of a checkpoint as they were saved, and compare every byte with what was saved."""
     run = await open_run(backend)
     source = DurableSource(backend, manifest, run.chunk_bytes)
-    return await load_from(backend, [source], manifest)
+    return await load_from([source], manifest)
 
 
-async def load_from(backend: Backend | None, sources: Sequence[object], manifest: Manifest) -> FillReport:
+async def load_from(sources: Sequence[object], manifest: Manifest) -> FillReport:
     source = sources[0]
     layouts = [await source.layout(rank) for rank in range(manifest.world)]  # type: ignore[attr-defined]
-    report = FillReport()
+    total = FillReport()
     for rank, layout in enumerate(layouts):
         reads = plan_reads(layout.entries, layouts, rank)
         buffers = [bytearray(_held_bytes(entry)) for entry in layout.entries]
         targets = {index: memoryview(buffer) for index, buffer in enumerate(buffers)}
         report = await fill(sources, reads, targets)  # type: ignore[arg-type]
+        total.fallbacks += report.fallbacks
+        total.read_bytes.update(report.read_bytes)
         assert buffers == expected_bytes(manifest, layouts, rank), f"step {manifest.step} rank {rank}"
         state = await source.state(rank)  # type: ignore[attr-defined]
         assert state == f"state of step {manifest.step} rank {rank} ".encode() * 300
-        # A load with all ranks alike reads every rank's images, the headers included, once.
-        for image in await source.records(rank):  # type: ignore[attr-defined]
+        for image in await source.records(rank) if len(sources) == 1 else ():  # type: ignore[attr-defined]
             await source.check_image(rank, image)  # type: ignore[attr-defined]
-    return report
+    return total
 
 
 def _held_bytes(entry: object) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import store_kit as kit
 from everstep.backends.files import LocalBackend
 from everstep.format import names
 from everstep.store.fsck import check
 from everstep.store.rotate import rotate
+
+from tests.store import store_kit as kit
 
 
 def test_saved_steps_load_and_rotation_leaves_the_kept_ones(tmp_path: Path) -> None:

@@ -1,0 +1,132 @@
+"""One small example of every stored object: for worked bytes and the golden files."""
+
+from __future__ import annotations
+
+import math
+
+from everstep.format import hashing, layout, names, vote
+from everstep.format.layout import Box, EntrySpec, Layout, Scope
+from everstep.format.manifest import Abort, Manifest, RankRecord, Tombstone
+from everstep.format.records import IncarnationRecord, RunRecord, Writer
+from everstep.format.vote import ImageRecord, Vote
+
+CHUNK_BYTES = 4096
+STEP, INCARNATION, ATTEMPT = 12000, 3, 1
+CREATED = "2026-01-31T12:00:00Z"
+
+RUN = RunRecord(
+    run_id="5f0c2a7e9b3d4816",
+    format=1,
+    required=(),
+    hash_id="xxh3-128",
+    chunk_bytes=CHUNK_BYTES,
+    created=CREATED,
+)
+
+RECORD = IncarnationRecord(
+    number=INCARNATION,
+    id="c0ffee00c0ffee00",
+    parent=2,
+    adopted_incarnation=2,
+    adopted_step=11990,
+    fresh=None,
+    world=1,
+    mesh={"dp": 1},
+    config_hash="0123456789abcdef0123456789abcdef",
+    config={"lr": 0.1},
+    config_changes={"lr": [0.2, 0.1]},
+    config_reason="slower",
+    loosened=(),
+    writer=Writer(host="node-a", boot="7d9a", pid=4242, start_time=987654),
+    created=CREATED,
+)
+
+ABORT = Abort(STEP, INCARNATION, 2, "rank 0: disk is full", rank=0)
+TOMBSTONE = Tombstone(STEP, INCARNATION, 3, "keep_last=2", "2026-01-31T13:00:00Z")
+
+
+def specs() -> list[EntrySpec]:
+    """A tensor, a scalar, one in two boxes, one stored elsewhere, one whose dtype safetensors lacks."""
+    two = (Box((0, 0), (1, 2)), Box((3, 0), (1, 2)))
+    return [
+        EntrySpec("model", "w", "float32", (2, 3), (Box.full((2, 3)),)),
+        EntrySpec("model", "steps", "int64", (), (Box.full(()),)),
+        EntrySpec("model", "cut", "bfloat16", (4, 2), two, Scope.GLOBAL),
+        EntrySpec("model", "elsewhere", "float32", (5,), (Box.full((5,)),), Scope.GLOBAL, stored=False),
+        EntrySpec("optimizer", "z", "complex128", (1,), (Box.full((1,)),)),
+    ]
+
+
+def example_layout() -> Layout:
+    return layout.build_layout(specs())
+
+
+def image_bytes(of: Layout) -> dict[str, bytes]:
+    """Images by name: the header, then bytes that count up."""
+    found = {}
+    for spec in of.images:
+        size = spec.nbytes - len(spec.header)
+        found[spec.name] = spec.header + bytes(i % 256 for i in range(size))
+    return found
+
+
+STATE = b"\x82\xa1v\x01\xa5parts\x80"
+"""A state image: {"v": 1, "parts": {}}."""
+
+
+def record_of(name: str, data: bytes) -> ImageRecord:
+    chunks = hashing.chunk_hashes(memoryview(data), CHUNK_BYTES)
+    return ImageRecord(name, len(data), hashing.image_root(len(data), chunks), chunks)
+
+
+def example_vote() -> Vote:
+    of = example_layout()
+    images = [record_of(name, data) for name, data in image_bytes(of).items()]
+    images.append(record_of(vote.STATE_IMAGE, STATE))
+    return Vote(
+        step=STEP,
+        incarnation=INCARNATION,
+        attempt=ATTEMPT,
+        rank=0,
+        world=1,
+        kind="full",
+        layout_hash=layout.layout_hash(layout.encode(of)),
+        root=hashing.rank_root(images),
+        images=tuple(images),
+        meta={"coordinates": {"dp": 0}, "metrics": {"loss": 0.5, "best": math.inf}},
+    )
+
+
+def example_manifest(vote_bytes: bytes) -> Manifest:
+    of = example_vote()
+    record = RankRecord(
+        rank=0,
+        vote_hash=vote.vote_hash(vote_bytes),
+        vote_nbytes=len(vote_bytes),
+        layout_hash=of.layout_hash,
+        images={image.name: image.nbytes for image in of.images},
+        coordinates={"dp": 0},
+        data={"kind": "finite", "position": {"epoch": 1, "batch": 17}},
+        rng=("python", "torch"),
+    )
+    return Manifest(
+        step=STEP,
+        incarnation=INCARNATION,
+        attempt=ATTEMPT,
+        kind="full",
+        world=1,
+        mesh={"dp": 1},
+        ranks=(record,),
+        parts={
+            "model": {"class": "GPT", "settings": {}},
+            "optimizer": {"class": "AdamW", "settings": {"lr": 0.1}},
+        },
+        config_hash="0123456789abcdef0123456789abcdef",
+        libraries={"everstep": "0.1.0", "torch": "2.13.0"},
+        metrics={"loss": 0.5, "best": math.inf},
+        created=CREATED,
+    )
+
+
+VOTE_NAME = names.vote(STEP, INCARNATION, ATTEMPT, 0)
+MANIFEST_NAME = names.decision(STEP, INCARNATION, ATTEMPT)

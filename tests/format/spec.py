@@ -1,0 +1,68 @@
+"""The worked parts of FORMAT.md, as the code says they are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from everstep.format import layout, names
+from everstep.format.dtypes import DTYPES
+from everstep.format.manifest import encode_decision
+from everstep.format.records import encode_incarnation, encode_run
+from everstep.format.vote import encode_vote
+
+from .examples import RECORD, RUN, TOMBSTONE, example_layout, example_manifest, example_vote
+
+PAGE = Path(__file__).parents[2] / "engine" / "FORMAT.md"
+ESCAPED = ("model", "val/loss", "..", "", "Zoë", "a%b", "x" * 121)
+
+
+def blocks() -> dict[str, str]:
+    """The fenced blocks of FORMAT.md that have a name, by name."""
+    return {
+        name: text
+        for name, text in re.findall(r"```(?:text|json|hex) (\w+)\n(.*?)\n```", PAGE.read_text(), re.S)
+    }
+
+
+def hex_dump(data: bytes) -> str:
+    return "\n".join(f"{at:04x}  {data[at : at + 16].hex(' ')}" for at in range(0, len(data), 16))
+
+
+def from_hex_dump(text: str) -> bytes:
+    return bytes.fromhex("".join(line[6:] for line in text.splitlines()))
+
+
+def example_names() -> str:
+    found = [
+        names.RUN,
+        names.incarnation(3),
+        names.layout(layout.layout_hash(layout.encode(example_layout()))),
+        names.decision(12000, 3, 1),
+        names.vote(12000, 3, 1, 0),
+        names.image(12000, 3, 1, 0, "model"),
+        names.state(12000, 3, 1, 0),
+        names.events("node-a.4242"),
+    ]
+    return "\n".join(found)
+
+
+def worked() -> dict[str, str]:
+    """What each named block must say. The vote's may differ by release of zstandard, but must mean the same."""
+    encoded = layout.encode(example_layout())
+    vote = encode_vote(example_vote())
+    return {
+        "names": example_names(),
+        "escapes": "\n".join(f"{text!r:20.20} {names.escape(text)}" for text in ESCAPED),
+        "run": encode_run(RUN).decode().rstrip(),
+        "incarnation": encode_incarnation(RECORD).decode().rstrip(),
+        "manifest": encode_decision(example_manifest(vote)).decode().rstrip(),
+        "tombstone": encode_decision(TOMBSTONE).decode().rstrip(),
+        "layout": hex_dump(encoded),
+        "headers": "\n".join(image.header[8:].decode().rstrip() for image in example_layout().images),
+        "vote": hex_dump(vote),
+    }
+
+
+def dtype_rows() -> str:
+    return "\n".join(f"| `{row.name}` | {row.bits} | {row.safetensors or ''} |" for row in DTYPES.values())

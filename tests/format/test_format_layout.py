@@ -1,0 +1,385 @@
+"""Layouts: places, canonical bytes, and images that the safetensors library reads."""
+
+from __future__ import annotations
+
+import gc
+import random
+import struct
+import time
+from pathlib import Path
+
+import everstep.format.layout as layouts
+import msgspec
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from everstep.errors import Damaged, UnknownFormat, UnsupportedValue
+from everstep.format.dtypes import DTYPES, nbytes
+from everstep.format.layout import Box, Entry, EntrySpec, Layout, Scope
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .damage import assert_all_found
+from .examples import example_layout, image_bytes
+
+NAME = "layouts/0123"
+
+
+def spec(part: str, key: str, dtype: str, shape: tuple[int, ...], **more: object) -> EntrySpec:
+    return EntrySpec(part, key, dtype, shape, (Box.full(shape),), **more)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------- safetensors
+
+
+def test_safetensors_reads_an_image_of_every_dtype_it_knows(tmp_path: Path) -> None:
+    random.seed(7)
+    shapes: list[tuple[int, ...]] = [(), (0,), (3, 0, 2), (1,), (7,), (3, 5)]
+    entries = []
+    for name, row in DTYPES.items():
+        for shape in shapes:
+            if row.safetensors is not None and not (name == "float4_e2m1fn_x2" and shape == ()):
+                entries.append(spec("model", f"{name}/{shape}", name, shape))
+    random.shuffle(entries)
+    layout = layouts.build_layout(entries)
+    (image,) = layout.images
+    path = tmp_path / "rank-00000.model.safetensors"
+    data = image.header + random.randbytes(image.nbytes - len(image.header))
+    path.write_bytes(data)
+    assert len(image.header) % 4096 == 0
+    with safetensors.safe_open(path, "pt") as file:
+        assert set(file.keys()) == {entry.key for entry in entries}
+        assert file.metadata() == {"everstep": "1", "format": "pt"}
+        for entry in layout.entries:
+            tensor = file.get_tensor(entry.key)
+            assert tensor.dtype == getattr(torch, entry.dtype)
+            assert tuple(tensor.shape) == entry.shape
+            stored = data[entry.offset : entry.offset + entry.nbytes]
+            raw = tensor.contiguous().flatten().view(torch.uint8).numpy() if tensor.numel() else b""
+            assert bytes(raw) == stored, entry.key
+    assert set(safetensors.torch.load_file(path)) == {entry.key for entry in entries}
+
+
+def test_dtypes_that_safetensors_lacks_travel_as_bytes(tmp_path: Path) -> None:
+    lacking = [name for name, row in DTYPES.items() if row.safetensors is None]
+    entries = [spec("model", f"{name}-{count}", name, (count,)) for name in lacking for count in (0, 1, 3, 8)]
+    layout = layouts.build_layout(entries)
+    (image,) = layout.images
+    path = tmp_path / "image.safetensors"
+    path.write_bytes(image.header + bytes(image.nbytes - len(image.header)))
+    with safetensors.safe_open(path, "pt") as file:
+        for entry in layout.entries:
+            tensor = file.get_tensor(entry.key)
+            assert tensor.dtype == torch.uint8
+            assert tensor.shape == (nbytes(entry.dtype, entry.shape[0]),) == (entry.nbytes,)
+
+
+def test_names_of_tensors_never_collide(tmp_path: Path) -> None:
+    two = (Box((0,), (1,)), Box((3,), (1,)))
+    entries = [
+        EntrySpec("model", "w", "float32", (4,), two, Scope.GLOBAL),
+        spec("model", "w@0", "float32", ()),
+        spec("model", "w@0@", "float32", ()),
+        spec("model", "__metadata__", "float32", ()),
+        spec("model", "__metadata__@", "float32", ()),
+        spec("model", "", "float32", ()),
+        spec("model", 'quote " \\ \n é \U0001f600 \u2028', "float32", ()),
+    ]
+    layout = layouts.build_layout(entries)
+    (image,) = layout.images
+    path = tmp_path / "image.safetensors"
+    path.write_bytes(image.header + bytes(range(4 * 8)))
+    with safetensors.safe_open(path, "pt") as file:
+        found = set(file.keys())
+    assert found == {
+        *("w@0@@", "w@3", "w@0", "w@0@", "__metadata__@@", "__metadata__@", ""),
+        'quote " \\ \n é \U0001f600 \u2028',
+    }
+
+
+# ---------------------------------------------------------------------------------------------- building
+
+
+def test_places_are_aligned_without_holes() -> None:
+    order = ["bool", "float64", "int16", "complex128", "float32", "quint4x2"]
+    layout = layouts.build_layout([spec("model", name, name, (3,)) for name in order])
+    by_place = sorted(layout.entries, key=lambda entry: entry.offset)
+    assert [entry.key for entry in by_place] == [
+        "complex128",
+        "float64",
+        "float32",
+        "int16",
+        "bool",
+        "quint4x2",
+    ]
+    end = len(layout.images[0].header)
+    for entry in by_place:
+        assert entry.offset == end
+        assert entry.offset % max(1, DTYPES[entry.dtype].bits // 8) == 0
+        end += entry.nbytes
+    assert end == layout.images[0].nbytes
+
+
+def test_one_image_for_each_part_that_stores_something() -> None:
+    layout = layouts.build_layout(
+        [
+            spec("b", "x", "float32", (1,)),
+            spec("a", "x", "float32", (1,)),
+            spec("b", "y", "float32", (1,), scope=Scope.GLOBAL),
+            spec("c", "z", "float32", (9,), scope=Scope.GLOBAL, stored=False),
+        ]
+    )
+    assert [(image.name, image.part) for image in layout.images] == [("b", "b"), ("a", "a")]
+    assert [entry.image for entry in layout.entries] == [0, 1, 0, None]
+    assert layout.entries[3].nbytes == 36 and layout.entries[3].offset == 0
+    assert [entry.key for entry in layout.entries] == ["x", "x", "y", "z"]
+
+
+def test_a_part_called_state_gets_another_image_name() -> None:
+    layout = layouts.build_layout([spec("state", "x", "bool", ()), spec("state@", "x", "bool", ())])
+    assert [image.name for image in layout.images] == ["state@@", "state@"]
+    assert [image.part for image in layout.images] == ["state", "state@"]
+
+
+BAD: list[tuple[str, EntrySpec]] = [
+    ("unknown dtype", spec("m", "k", "float3", (1,))),
+    ("not possible", spec("m", "k", "bool", (-1,))),
+    ("not possible", spec("m", "k", "bool", (1 << 40, 1 << 40))),
+    ("not possible", spec("m", "k", "bool", (1,) * 65)),
+    ("must be whole", EntrySpec("m", "k", "bool", (4,), (Box((0,), (2,)),))),
+    ("must be whole", EntrySpec("m", "k", "bool", (4,), ())),
+    ("must be stored", spec("m", "k", "bool", (4,), stored=False)),
+    ("has not the axes", EntrySpec("m", "k", "bool", (4,), (Box((0, 0), (2,)),), Scope.GLOBAL)),
+    ("has not the axes", EntrySpec("m", "k", "bool", (4,), (Box((0, 0), (2, 1)),), Scope.GLOBAL)),
+    ("lies outside", EntrySpec("m", "k", "bool", (4,), (Box((3,), (2,)),), Scope.GLOBAL)),
+    ("lies outside", EntrySpec("m", "k", "bool", (4,), (Box((-1,), (2,)),), Scope.GLOBAL)),
+    ("twice", EntrySpec("m", "k", "bool", (4,), (Box((0,), (2,)),) * 2, Scope.GLOBAL)),
+    ("surrogates", spec("m", "k\ud800", "bool", ())),
+    ("surrogates", spec("m\udfff", "k", "bool", ())),
+]
+
+
+@pytest.mark.parametrize(("problem", "bad"), BAD)
+def test_impossible_entries_are_refused_by_path(problem: str, bad: EntrySpec) -> None:
+    with pytest.raises(UnsupportedValue, match=problem) as caught:
+        layouts.build_layout([spec("m", "before", "bool", ()), bad])
+    assert "m" in caught.value.path and "k" in caught.value.path
+
+
+def test_the_same_key_twice_in_a_part_is_refused() -> None:
+    with pytest.raises(UnsupportedValue, match="m/k: the same key twice"):
+        layouts.build_layout(
+            [spec("m", "k", "bool", ()), spec("n", "k", "bool", ()), spec("m", "k", "bool", (1,))]
+        )
+
+
+# ------------------------------------------------------------------------------------------------- codec
+
+
+@st.composite
+def random_specs(draw: st.DrawFn) -> list[EntrySpec]:
+    """Up to 12 entries of random parts, dtypes, shapes, scopes and boxes."""
+    keys = draw(st.lists(st.tuples(st.sampled_from("abc"), st.text(max_size=5)), unique=True, max_size=12))
+    found = []
+    for part, key in keys:
+        if any("\ud800" <= char <= "\udfff" for char in key):
+            continue
+        dtype = draw(st.sampled_from(sorted(DTYPES)))
+        shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
+        if draw(st.booleans()):
+            found.append(spec(part, key, dtype, shape))
+            continue
+        boxes = []
+        for _ in range(draw(st.integers(0, 3))):
+            offsets = tuple(draw(st.integers(0, size)) for size in shape)
+            lengths = tuple(draw(st.integers(0, size - o)) for size, o in zip(shape, offsets, strict=True))
+            boxes.append(Box(offsets, lengths))
+        unique = tuple(dict.fromkeys(boxes))
+        found.append(EntrySpec(part, key, dtype, shape, unique, Scope.GLOBAL, draw(st.booleans())))
+    return found
+
+
+@given(random_specs())
+@settings(deadline=None)
+def test_layouts_come_back_and_are_canonical(specs: list[EntrySpec]) -> None:
+    layout = layouts.build_layout(specs)
+    encoded = layouts.encode(layout)
+    assert layouts.decode(encoded) == layout
+    assert layouts.encode(layouts.build_layout(specs)) == encoded
+    for entry, given_spec in zip(layout.entries, specs, strict=True):
+        size = sum(nbytes(given_spec.dtype, box.volume) for box in given_spec.boxes)
+        assert (entry.key, entry.boxes, entry.nbytes) == (given_spec.key, given_spec.boxes, size)
+    for index, image in enumerate(layout.images):
+        inside = sum(entry.nbytes for entry in layout.entries if entry.image == index)
+        assert image.nbytes == len(image.header) + inside
+        (length,) = struct.unpack("<Q", image.header[:8])
+        assert len(image.header) == 8 + length
+
+
+def test_every_damage_of_a_stored_layout_is_found() -> None:
+    encoded = layouts.encode(example_layout())
+    expected = layouts.layout_hash(encoded)
+    stored = layouts.compress(encoded)
+    assert layouts.open_layout(stored, expected, NAME) == example_layout()
+    assert assert_all_found(stored, lambda data: layouts.open_layout(data, expected, NAME), NAME) > 1000
+
+
+@pytest.mark.long
+def test_every_value_of_every_byte_of_a_stored_layout_is_found() -> None:
+    encoded = layouts.encode(example_layout())
+    expected = layouts.layout_hash(encoded)
+    masks = tuple(range(1, 256))
+    read = lambda data: layouts.open_layout(data, expected, NAME)  # noqa: E731
+    assert_all_found(layouts.compress(encoded), read, NAME, masks)
+
+
+def test_another_layout_is_not_taken_for_the_one_asked_for() -> None:
+    other = layouts.compress(layouts.encode(layouts.build_layout([spec("m", "k", "bool", ())])))
+    expected = layouts.layout_hash(layouts.encode(example_layout()))
+    with pytest.raises(Damaged, match="not the one asked for") as caught:
+        layouts.open_layout(other, expected, NAME)
+    assert (caught.value.name, caught.value.expected) == (NAME, expected)
+
+
+def test_damaged_canonical_bytes_never_decode_to_nonsense() -> None:
+    """Without the hash check: whatever still decodes is a proper layout of exactly those bytes."""
+    encoded = layouts.encode(example_layout())
+    for at in range(len(encoded)):
+        for mask in (1, 2, 0x20, 0x80, 0xFF):
+            damaged = encoded[:at] + bytes([encoded[at] ^ mask]) + encoded[at + 1 :]
+            try:
+                found = layouts.decode(damaged, NAME)
+            except (Damaged, UnknownFormat) as error:
+                assert error.fields["name"] == NAME
+            else:
+                assert layouts.encode(found) == damaged
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_are_no_layout(data: bytes) -> None:
+    for read in (layouts.decode, layouts.decompress):
+        with pytest.raises((Damaged, UnknownFormat)):
+            read(data, NAME)
+
+
+def columns() -> dict[str, object]:
+    """The example's columns, to be spoiled."""
+    found: dict[str, object] = msgspec.msgpack.decode(layouts.encode(example_layout()))
+    return found
+
+
+SPOILED: list[tuple[str, object, type[Exception]]] = [
+    ("v", 2, UnknownFormat),
+    ("v", "1", Damaged),
+    ("dtypes", ["float32", "int64", "bfloat16", "float7"], UnknownFormat),
+    ("new", [], Damaged),
+    ("key", ["w"] * 5, Damaged),
+    ("key", ["w"], Damaged),
+    ("key", [1, 2, 3, 4, 5], Damaged),
+    ("part", [0, 0, 0, 0, 7], Damaged),
+    ("part", [0, 0, 0, 0, -1], Damaged),
+    ("image", [1, 1, 1, 0, 9], Damaged),
+    ("image", [1, 1, 1, 0, 1], Damaged),
+    ("image", [0, 1, 1, 0, 2], Damaged),
+    ("image", [1, 1, 0, 0, 2], Damaged),
+    ("begin", [8, 0, 32, 0, 4], Damaged),
+    ("begin", [8, 8, 32, 0, 0], Damaged),
+    ("begin", [8, 0, 36, 0, 0], Damaged),
+    ("begin", [8, 0, 32, 1, 0], Damaged),
+    ("begin", [8, 0, 32, 0, 2**64 - 1], Damaged),
+    ("scope", [0, 0, 2, 1, 0], Damaged),
+    ("scope", [0, 0, 0, 1, 0], Damaged),
+    ("shape", [[2, 3], [], [4, 2], [5], [-1]], Damaged),
+    ("shape", [[2, 3], [], [4, 2], [5], [2]], Damaged),
+    ("shape", [[2**63] * 100000, [], [4, 2], [5], [1]], Damaged),
+    ("boxes", [None, None, [0, 0, 1, 2, 3, 0, 2, 2], None, None], Damaged),
+    ("boxes", [None, None, [0, 0, 1], None, None], Damaged),
+    ("boxes", [None, None, [0, 0, 4, 2], None, None], Damaged),
+    ("boxes", [None, [0], [0, 0, 1, 2, 3, 0, 1, 2], None, None], Damaged),
+    ("images", ["model", "state"], Damaged),
+    ("images", ["model", "model"], Damaged),
+    ("images", ["model", "optimizer", "more"], Damaged),
+    ("image_bytes", [40, 17], Damaged),
+    ("image_bytes", [2**63, 16], Damaged),
+    ("parts", ["model", "optimizer", "unused"], Damaged),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "error"), SPOILED)
+def test_hostile_columns_are_refused_by_name(field: str, value: object, error: type[Exception]) -> None:
+    spoiled = msgspec.msgpack.encode({**columns(), field: value})
+    started = time.monotonic()
+    with pytest.raises(error) as caught:
+        layouts.decode(spoiled, NAME)
+    assert caught.value.name == NAME  # type: ignore[attr-defined]
+    assert time.monotonic() - started < 5
+
+
+def test_an_image_without_entries_is_refused() -> None:
+    more = {
+        "images": ["model", "optimizer", "x"],
+        "image_part": ["model", "optimizer", "x"],
+        "image_bytes": [40, 16, 0],
+    }
+    with pytest.raises(Damaged, match="without entries"):
+        layouts.decode(msgspec.msgpack.encode({**columns(), **more}), NAME)
+
+
+def test_a_frame_that_claims_too_much_is_not_unpacked() -> None:
+    import everstep.format.zstd as zstd
+    import zstandard
+
+    bomb = zstandard.ZstdCompressor(level=19).compress(bytes(64 << 20))
+    with pytest.raises(Damaged, match="wrong size"):
+        zstd.inflate(bomb, 1 << 20, 1 << 30, NAME)
+    with pytest.raises(Damaged, match="wrong size"):
+        zstd.inflate(bomb, 64 << 20, 1 << 20, NAME)
+    unsized = zstandard.ZstdCompressor(write_content_size=False).compress(b"x" * 100)
+    with pytest.raises(Damaged):
+        zstd.inflate(unsized, 100, 1 << 20, NAME)
+    with pytest.raises(Damaged):
+        zstd.inflate(zstandard.ZstdCompressor().compress(b"x" * 100) + b"tail", 100, 1 << 20, NAME)
+
+
+# ------------------------------------------------------------------------------------------------- speed
+
+
+def best_of(times: int, call: object) -> float:
+    """Least seconds of CPU of ``times`` calls: other work, and the other tests' garbage, count little."""
+    found = []
+    gc.disable()
+    try:
+        for _ in range(times):
+            started = time.thread_time()
+            call()  # type: ignore[operator]
+            found.append(time.thread_time() - started)
+    finally:
+        gc.enable()
+    return min(found)
+
+
+def test_ten_thousand_entries_are_planned_quickly() -> None:
+    dtypes = ["float32", "bfloat16", "int64"]
+    specs = [
+        spec(
+            ["model", "optimizer"][i % 2],
+            f"layers.{i // 12}.attention.weight_{i % 12}",
+            dtypes[i % 3],
+            (64, 64),
+        )
+        for i in range(10_000)
+    ]
+    layout = layouts.build_layout(specs)
+    encoded = layouts.encode(layout)
+    assert best_of(4, lambda: layouts.encode(layouts.build_layout(specs))) < 0.15
+    assert best_of(4, lambda: layouts.decode(encoded)) < 0.15
+    assert len(layouts.compress(encoded)) < 100_000
+
+
+def test_example_images_are_full_size() -> None:
+    layout = example_layout()
+    assert {name: len(data) for name, data in image_bytes(layout).items()} == {
+        image.name: image.nbytes for image in layout.images
+    }
+    assert isinstance(layout, Layout) and isinstance(layout.entries[0], Entry)

@@ -1,0 +1,179 @@
+"""Run, incarnation and decision records."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+from everstep.errors import Damaged, UnknownFormat, UnsupportedValue
+from everstep.format import names
+from everstep.format.manifest import Manifest, decode_decision, encode_decision
+from everstep.format.records import decode_incarnation, decode_run, encode_incarnation, encode_run
+from everstep.format.sealed import seal, unseal
+from everstep.format.vote import encode_vote
+
+from .damage import assert_all_found
+from .examples import ABORT, MANIFEST_NAME, RECORD, RUN, TOMBSTONE, example_manifest, example_vote
+
+MANIFEST = example_manifest(encode_vote(example_vote()))
+RECORD_NAME = names.incarnation(3)
+NAMES = {
+    "manifest": (MANIFEST, MANIFEST_NAME),
+    "abort": (ABORT, names.decision(12000, 3, 2)),
+    "tombstone": (TOMBSTONE, names.decision(12000, 3, 3)),
+}
+
+
+def test_records_come_back() -> None:
+    assert decode_run(encode_run(RUN)) == RUN
+    assert decode_incarnation(encode_incarnation(RECORD), RECORD_NAME) == RECORD
+    for decision, name in NAMES.values():
+        assert decode_decision(encode_decision(decision), name) == decision
+        assert decode_decision(encode_decision(decision), "copied/elsewhere") == decision
+
+
+def test_every_damage_of_every_record_is_found() -> None:
+    masks = (0x01, 0x20)
+    assert_all_found(encode_run(RUN), decode_run, names.RUN, masks)
+    data = encode_incarnation(RECORD)
+    assert_all_found(data, lambda damaged: decode_incarnation(damaged, RECORD_NAME), RECORD_NAME, masks)
+    for decision, name in NAMES.values():
+        assert_all_found(encode_decision(decision), lambda d, n=name: decode_decision(d, n), name, masks)
+
+
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize(
+    "other",
+    [names.decision(12001, 3, 1), names.decision(12000, 2, 1), names.decision(12000, 3, 9), RECORD_NAME],
+)
+def test_a_decision_under_another_name_is_refused(kind: str, other: str) -> None:
+    with pytest.raises(Damaged) as caught:
+        decode_decision(encode_decision(NAMES[kind][0]), other)
+    assert caught.value.name == other
+
+
+def test_an_incarnation_under_another_number_is_refused() -> None:
+    with pytest.raises(Damaged, match="incarnation 3"):
+        decode_incarnation(encode_incarnation(RECORD), names.incarnation(4))
+
+
+def test_one_record_is_not_taken_for_another() -> None:
+    with pytest.raises(Damaged, match="another kind"):
+        decode_run(encode_incarnation(RECORD))
+    with pytest.raises(Damaged, match="another kind"):
+        decode_decision(encode_run(RUN), MANIFEST_NAME)
+
+
+def body_of(data: bytes) -> dict[str, Any]:
+    return unseal(data, None, "x")
+
+
+def manifest_with(**changes: Any) -> bytes:
+    return seal("manifest", {**body_of(encode_decision(MANIFEST)), **changes})
+
+
+def rank_with(**changes: Any) -> list[dict[str, Any]]:
+    return [{**body_of(encode_decision(MANIFEST))["ranks"][0], **changes}]
+
+
+SPOILED: dict[str, bytes] = {
+    "step is text": manifest_with(step="12000"),
+    "step is a float": manifest_with(step=12000.0),
+    "step is a flag": manifest_with(step=True),
+    "step is negative": manifest_with(step=-1),
+    "attempt is zero": manifest_with(attempt=0),
+    "world is zero": manifest_with(world=0, ranks=[]),
+    "world is another": manifest_with(world=2),
+    "kind is empty": manifest_with(kind=""),
+    "scope is unknown": manifest_with(scope="galaxy"),
+    "ranks is a map": manifest_with(ranks={}),
+    "rank twice": manifest_with(ranks=rank_with() * 2, world=2),
+    "rank is another": manifest_with(ranks=rank_with(rank=1)),
+    "vote hash is short": manifest_with(ranks=rank_with(vote_hash="00")),
+    "vote hash is upper": manifest_with(ranks=rank_with(vote_hash="A" * 32)),
+    "layout hash is none": manifest_with(ranks=rank_with(layout_hash=None)),
+    "size is negative": manifest_with(ranks=rank_with(images={"model": -1})),
+    "size is huge": manifest_with(ranks=rank_with(vote_nbytes=2**63)),
+    "coordinate": manifest_with(ranks=rank_with(coordinates={"dp": -1})),
+    "mesh": manifest_with(mesh={"dp": 0}),
+    "metrics is a list": manifest_with(metrics=[]),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_records_that_break_a_rule_are_refused_by_name(what: str) -> None:
+    with pytest.raises(Damaged) as caught:
+        decode_decision(SPOILED[what], MANIFEST_NAME)
+    assert caught.value.name == MANIFEST_NAME
+
+
+def test_a_missing_field_is_damage_and_an_unknown_one_another_format() -> None:
+    body = body_of(encode_decision(MANIFEST))
+    del body["metrics"]
+    with pytest.raises(Damaged, match="metrics"):
+        decode_decision(seal("manifest", body), MANIFEST_NAME)
+    for data in (manifest_with(quorum=3), manifest_with(ranks=rank_with(quorum=3))):
+        with pytest.raises(UnknownFormat, match="quorum") as caught:
+            decode_decision(data, MANIFEST_NAME)
+        assert caught.value.name == MANIFEST_NAME
+
+
+def test_impossible_records_are_not_written() -> None:
+    for change in ({"world": 2}, {"step": -1}, {"mesh": {"dp": 0}}, {"scope": "x"}):
+        with pytest.raises(UnsupportedValue):
+            encode_decision(dataclasses.replace(MANIFEST, **change))  # type: ignore[arg-type]
+    for change in (
+        {"parent": 3},
+        {"adopted_step": None},
+        {"fresh": "why"},
+        {"world": 0},
+        {"adopted_incarnation": 5},
+    ):
+        with pytest.raises(UnsupportedValue):
+            encode_incarnation(dataclasses.replace(RECORD, **change))  # type: ignore[arg-type]
+    for change in ({"chunk_bytes": 5000}, {"chunk_bytes": 512}, {"run_id": ""}, {"format": 2}):
+        with pytest.raises(UnsupportedValue):
+            encode_run(dataclasses.replace(RUN, **change))  # type: ignore[arg-type]
+
+
+def test_metrics_that_are_not_plain_are_refused_by_path() -> None:
+    with pytest.raises(UnsupportedValue) as caught:
+        encode_decision(dataclasses.replace(MANIFEST, metrics={"loss": object()}))
+    assert caught.value.path.lstrip(".") == "metrics.loss"
+
+
+def test_a_node_manifest_may_hold_some_ranks_only() -> None:
+    node = dataclasses.replace(MANIFEST, world=4, scope="node")
+    assert decode_decision(encode_decision(node), MANIFEST_NAME) == node
+
+
+# ------------------------------------------------------------------------------------- unknown formats
+
+
+def run_with(**changes: Any) -> bytes:
+    return seal("run", {**body_of(encode_run(RUN)), **changes})
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (run_with(required=["parity"]), ["parity"]),
+        (run_with(hash_id="blake3-256"), "blake3-256"),
+        (run_with(quorum=1), ["quorum"]),
+        (seal("run", {"anything": 1}, format=2), 2),
+    ],
+)
+def test_runs_of_other_formats_say_found_and_supported(data: bytes, found: object) -> None:
+    with pytest.raises(UnknownFormat) as caught:
+        decode_run(data)
+    error = caught.value
+    assert (error.found, error.name) == (found, "run.json")
+    assert error.expected is not None
+    copy = pickle.loads(pickle.dumps(error))  # noqa: S301
+    assert (str(copy), copy.name) == (str(error), "run.json")
+
+
+def test_manifests_have_a_type_of_their_own() -> None:
+    assert isinstance(decode_decision(encode_decision(MANIFEST), MANIFEST_NAME), Manifest)

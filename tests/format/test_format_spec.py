@@ -1,0 +1,55 @@
+"""FORMAT.md says what the code does."""
+
+from __future__ import annotations
+
+import pytest
+from everstep.format import layout, vote
+from everstep.format.vote import _HEADER, decode_vote
+from everstep.plan.boxes import CUT_AXES_MAX
+
+from .examples import VOTE_NAME, example_layout, example_vote
+from .spec import PAGE, blocks, dtype_rows, from_hex_dump, worked
+
+EXACT = [name for name in worked() if name not in ("vote", "manifest")]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_worked_bytes_are_the_code_s(name: str) -> None:
+    assert blocks()[name] == worked()[name]
+
+
+def test_every_named_block_is_checked() -> None:
+    assert set(blocks()) == set(worked())
+
+
+def test_the_worked_layout_decodes() -> None:
+    data = from_hex_dump(blocks()["layout"])
+    assert layout.decode(data) == example_layout()
+    assert f"Its hash: `{layout.layout_hash(data)}`" in PAGE.read_text()
+
+
+def test_the_worked_vote_decodes() -> None:
+    data = from_hex_dump(blocks()["vote"])
+    assert decode_vote(data, VOTE_NAME) == example_vote()
+    text = PAGE.read_text()
+    assert f"a header of {vote.HEADER_BYTES} bytes" in text
+    assert f"hash of the {_HEADER.size} bytes before" in text
+    assert vote.vote_hash(data) in blocks()["manifest"]
+
+
+def test_the_worked_manifest_names_the_worked_vote() -> None:
+    from everstep.format.manifest import decode_decision
+
+    from .examples import MANIFEST_NAME, example_manifest
+
+    data = blocks()["manifest"].encode() + b"\n"
+    assert decode_decision(data, MANIFEST_NAME) == example_manifest(from_hex_dump(blocks()["vote"]))
+
+
+def test_the_table_of_dtypes_is_complete() -> None:
+    assert dtype_rows() in PAGE.read_text()
+
+
+def test_limits_are_those_of_the_code() -> None:
+    text = PAGE.read_text()
+    assert f"| axes along which a tensor is cut | {CUT_AXES_MAX} |" in text

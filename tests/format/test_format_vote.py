@@ -1,0 +1,197 @@
+"""Votes: every change is found; what they say is checked against itself and against their name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import msgspec
+import pytest
+import zstandard
+from everstep.errors import Damaged, UnknownFormat, UnsupportedValue
+from everstep.format import hashing, names
+from everstep.format.vote import _HEADER, HEADER_BYTES, ImageRecord, Vote, decode_vote, encode_vote, vote_hash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from .damage import assert_all_found
+from .examples import VOTE_NAME, example_vote, record_of
+
+DATA = encode_vote(example_vote())
+WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+
+
+def test_a_vote_comes_back() -> None:
+    assert decode_vote(DATA, VOTE_NAME) == example_vote()
+    assert decode_vote(DATA, "a copy outside the run") == example_vote()
+    assert vote_hash(DATA) == hashing.hexdigest(DATA)
+    assert encode_vote(decode_vote(DATA, VOTE_NAME)) == DATA
+
+
+def test_every_damage_is_found() -> None:
+    assert assert_all_found(DATA, lambda damaged: decode_vote(damaged, VOTE_NAME), VOTE_NAME) > 2000
+
+
+@pytest.mark.long
+def test_every_value_of_every_byte_is_found() -> None:
+    assert_all_found(DATA, lambda damaged: decode_vote(damaged, VOTE_NAME), VOTE_NAME, tuple(range(1, 256)))
+
+
+@given(st.binary(max_size=300))
+def test_arbitrary_bytes_are_no_vote(data: bytes) -> None:
+    for candidate in (data, b"EVSTVOTE" + data):
+        with pytest.raises(Damaged) as caught:
+            decode_vote(candidate, VOTE_NAME)
+        assert caught.value.name == VOTE_NAME
+
+
+@given(
+    st.lists(
+        st.tuples(st.text(max_size=5), st.binary(max_size=50)), max_size=4, unique_by=lambda pair: pair[0]
+    ),
+    st.dictionaries(st.text(max_size=4), st.floats(allow_nan=False) | st.integers() | st.text(), max_size=4),
+    st.tuples(*[st.integers(0, 10**18 - 2)] * 3),
+)
+def test_random_votes_come_back(
+    images: list[tuple[str, bytes]], meta: dict[str, Any], numbers: tuple[int, int, int]
+) -> None:
+    records = tuple(record_of(name, data) for name, data in images)
+    step, incarnation, rank = numbers
+    vote = Vote(
+        *(step, incarnation, 1, rank, rank + 1, "full"),
+        layout_hash="0" * 32,
+        root=hashing.rank_root(records),
+        images=records,
+        entry_hashes={"model/w": "1" * 32},
+        meta=meta,
+    )
+    assert decode_vote(encode_vote(vote), names.vote(step, incarnation, 1, rank)) == vote
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        names.vote(12001, 3, 1, 0),
+        names.vote(12000, 4, 1, 0),
+        names.vote(12000, 3, 2, 0),
+        names.vote(12000, 3, 1, 1),
+        names.decision(12000, 3, 1),
+    ],
+)
+def test_a_vote_under_another_name_is_refused(name: str) -> None:
+    with pytest.raises(Damaged, match=r"by the name|not that of a vote") as caught:
+        decode_vote(DATA, name)
+    assert caught.value.name == name
+
+
+IMAGE = record_of("model", b"x" * 5000)
+
+
+def with_images(*images: ImageRecord, **changes: Any) -> Vote:
+    vote = dataclasses.replace(example_vote(), images=images, root=hashing.rank_root(images))
+    return dataclasses.replace(vote, **changes)
+
+
+WRONG: dict[str, Vote] = {
+    "root": dataclasses.replace(example_vote(), root=b"\0" * 16),
+    "root of model": with_images(dataclasses.replace(IMAGE, root=b"\0" * 16)),
+    "cut": with_images(dataclasses.replace(IMAGE, chunks=IMAGE.chunks[:-1])),
+    "size": with_images(dataclasses.replace(IMAGE, chunks=b"", root=hashing.image_root(5000, b""))),
+    "an image twice": with_images(IMAGE, IMAGE),
+    "base is for deltas": with_images(dataclasses.replace(IMAGE, base={"step": 1})),
+    "encoding": with_images(dataclasses.replace(IMAGE, encoding="rle")),
+    "rank": with_images(IMAGE, rank=1, world=1),
+    "world": with_images(IMAGE, world=0),
+    "attempt": with_images(IMAGE, attempt=0),
+    "step": with_images(IMAGE, step=-1),
+    "kind": with_images(IMAGE, kind="FULL"),
+    "kind ": with_images(IMAGE, kind="much too long"),
+    "layout_hash": with_images(IMAGE, layout_hash="x" * 32),
+}
+
+
+@pytest.mark.parametrize("rule", WRONG)
+def test_a_vote_that_contradicts_itself_is_not_written(rule: str) -> None:
+    with pytest.raises(UnsupportedValue, match=rule.strip()):
+        encode_vote(WRONG[rule])
+
+
+def test_meta_that_is_not_plain_is_refused_by_path() -> None:
+    with pytest.raises(UnsupportedValue) as caught:
+        encode_vote(dataclasses.replace(example_vote(), meta={"metrics": {"loss": object()}}))
+    assert caught.value.path == "meta.metrics.loss"
+
+
+def test_meta_holds_what_json_cannot() -> None:
+    vote = dataclasses.replace(example_vote(), meta={"inf": math.inf, "big": 10**30, "text": "~x"})
+    assert decode_vote(encode_vote(vote), VOTE_NAME).meta == vote.meta
+
+
+def rebuilt(index: Any = None, frame: bytes | None = None, **header: Any) -> bytes:
+    """The example's vote with another index or header, all hashes made right again."""
+    fields = list(_HEADER.unpack(DATA[: _HEADER.size]))
+    slots = [
+        "magic",
+        "version",
+        "features",
+        "step",
+        "incarnation",
+        "attempt",
+        "rank",
+        "world",
+        "kind",
+        "layout",
+    ]
+    slots += ["root", "index_bytes", "plain_bytes", "index_hash"]
+    plain = zstandard.ZstdDecompressor().decompress(DATA[HEADER_BYTES:]) if index is None else index
+    frame = zstandard.ZstdCompressor().compress(plain) if frame is None else frame
+    values: dict[str, Any] = {
+        **dict(zip(slots, fields, strict=True)),
+        "index_bytes": len(frame),
+        "plain_bytes": len(plain),
+        "index_hash": hashing.digest(frame),
+        **header,
+    }
+    packed = _HEADER.pack(*(values[slot] for slot in slots))
+    return packed + hashing.digest(packed) + frame
+
+
+def index_with(**changes: Any) -> bytes:
+    fields = msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(DATA[HEADER_BYTES:]))
+    return msgspec.msgpack.encode({**fields, **changes})
+
+
+HOSTILE: dict[str, tuple[bytes, type[Exception]]] = {
+    "newer version": (rebuilt(version=2), UnknownFormat),
+    "features": (rebuilt(features=1), UnknownFormat),
+    "rank beyond world": (rebuilt(rank=7), Damaged),
+    "huge step": (rebuilt(step=2**64 - 1), Damaged),
+    "kind of bytes": (rebuilt(kind=b"\xff" * 8), Damaged),
+    "other root": (rebuilt(root=b"\1" * 16), Damaged),
+    "index too long": (rebuilt(index_bytes=2**63), Damaged),
+    "index claims much": (rebuilt(plain_bytes=2**63), Damaged),
+    "index claims little": (rebuilt(plain_bytes=3), Damaged),
+    "no frame": (rebuilt(frame=b"not a frame"), Damaged),
+    "empty frame": (rebuilt(frame=b""), Damaged),
+    "no map": (rebuilt(index=b"\x93\x01\x02\x03"), Damaged),
+    "unknown field": (rebuilt(index=index_with(more=1)), Damaged),
+    "wrong type": (rebuilt(index=index_with(images=3)), Damaged),
+    "extension": (rebuilt(index=index_with(meta={"x": msgspec.msgpack.Ext(5, b"abc")})), Damaged),
+    "unknown tag": (rebuilt(index=index_with(meta={"x": "~what"})), Damaged),
+    "deep": (rebuilt(index=index_with()[:-1] + b"\x91" * 100000 + b"\x01"), Damaged),
+    "no images": (rebuilt(index=index_with(images=[])), Damaged),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_votes_with_good_hashes_are_refused(what: str) -> None:
+    data, error = HOSTILE[what]
+    with pytest.raises(error) as caught:
+        decode_vote(data, VOTE_NAME)
+    assert caught.value.name == VOTE_NAME  # type: ignore[attr-defined]
+
+
+def test_the_rebuilder_of_these_tests_builds_well() -> None:
+    assert decode_vote(rebuilt(), VOTE_NAME) == example_vote()
+    assert decode_vote(rebuilt(index=index_with()), VOTE_NAME) == example_vote()
