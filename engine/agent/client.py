@@ -134,8 +134,8 @@ class AgentClient:
             self._link.send(request)
 
     def give_up(self, step: int, reason: str) -> None:
-        """Have the unfinished flush of ``step`` abandoned by all ranks; its verdict says which came first. A rank
-        that has not asked for it, and cannot, says so too."""
+        """Have the unfinished flush of ``step`` abandoned by all ranks; its verdict says which came first. A
+        rank that has not asked for it, and cannot, says so too."""
         self._check_process()
         wanted = self._wanted.get(step)
         attempt = wanted.request.attempt if wanted is not None else self._attempts.get(step, 0) + 1
@@ -201,8 +201,8 @@ class AgentClient:
     def status(self) -> dict[str, Any]:
         """What the agent says of itself. Raises AgentError if it does not within 5 s."""
         self._check_process()
+        self._await_up(STATUS_S)
         number = next(self._numbers)
-        self._pump()
         self._link.send(StatusRequest(number))
         return self._reply(StatusAnswer, number, STATUS_S).status
 
@@ -222,8 +222,10 @@ class AgentClient:
             if self._wanted:
                 self._link.wait(deadline - time.monotonic())
         left = sorted(self._wanted)
-        if self._link.state in (State.UP, State.SHAKING, State.SEEKING, State.STARTING):
-            number = next(self._numbers)
+        number = next(self._numbers)
+        if self._link.state is State.SILENT:
+            self._link.send(Bye(number, flush))  # it may wake up, and is not waited for
+        elif self._link.state is not State.DOWN:
             with contextlib.suppress(AgentError):
                 self._await_up(max(0.0, deadline - time.monotonic()))
                 self._link.send(Bye(number, flush))
@@ -231,7 +233,7 @@ class AgentClient:
         self.close()
         if flush and left:
             raise SaveFailed(
-                f"{len(left)} flushes did not become durable before the end",
+                f"{len(left)} flush{'' if len(left) == 1 else 'es'} did not become durable before the end",
                 found=f"steps {left}",
                 expected=f"verdicts within {timeout_s:g} s",
                 step=left[-1],
@@ -278,17 +280,19 @@ class AgentClient:
             self._link.send(wanted.request)
 
     def _agent_lost(self, why: str) -> None:
-        error = AgentError("the agent was lost", found=why)
-        newest = max(self._wanted, default=NO_STEP)
-        self._news.append(self._own(newest, "agent_lost", error))
-        if self._link.state is State.DOWN:
+        """Told once per loss; AgentError is raised once per time without any agent."""
+        down = self._link.state is State.DOWN
+        if not (down and self._down):
+            error = AgentError("the agent was lost", found=why)
+            self._news.append(self._own(max(self._wanted, default=NO_STEP), "agent_lost", error))
+        if down:
             if not self._down:
                 self._untold = self._link.error
             self._down = True
             self._fail_wanted()
 
     def _fail_wanted(self) -> None:
-        error = self._link.error or AgentError("there is no agent")
+        error = self._why_down("there is no agent")
         for step in list(self._wanted):
             progress = self._own(step, "failed", error)
             del self._wanted[step]
@@ -336,7 +340,7 @@ class AgentClient:
                 return found
             if self._link.state is State.DOWN:
                 self._untold = None
-                raise self._link.error or AgentError(else_say)
+                raise self._why_down(else_say)
             left = deadline - time.monotonic()
             if left <= 0:
                 raise AgentError(
@@ -345,6 +349,12 @@ class AgentClient:
                     hint=f"Read {self._settings.runtime_dir / places.LOG}",
                 )
             self._link.wait(left)
+
+    def _why_down(self, else_say: str) -> EverstepError:
+        if self._inline is not None and self._inline.error is not None:
+            error = self._inline.error
+            return AgentError("the inline agent failed", found=f"{type(error).__name__}: {error}")
+        return self._link.error or AgentError(else_say)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

@@ -17,11 +17,14 @@ from everstep.errors import AgentError
 from .protocol import FRAME_BYTES_MAX
 
 _LENGTH = struct.Struct(">I")
+_FD = struct.Struct("i")
+_CREDENTIALS = struct.Struct("3i")
 READ_BYTES = 64 << 10
 OUTBOX_BYTES_MAX = 4 << 20
 """What may wait to be sent; a peer that reads so slowly is hung up on, and registers again when it wakes."""
 DESCRIPTORS_MAX = 64
 """Descriptors in one frame, and received ones that no message has claimed."""
+_EXTRAS_BYTES = socket.CMSG_SPACE(DESCRIPTORS_MAX * _FD.size)
 FRAMES_PER_PULL_MAX = 1024
 
 
@@ -58,6 +61,11 @@ class FrameSocket:
         self._out_nbytes += _LENGTH.size + len(frame)
         if self._out_nbytes > OUTBOX_BYTES_MAX:
             self.ended = True
+
+    def peer_pid(self) -> int:
+        """Process id of the peer (of whoever listens, if it has not accepted yet)."""
+        packed = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        return int(_CREDENTIALS.unpack(packed)[0])
 
     def push(self) -> None:
         """Send what the socket takes now."""
@@ -101,15 +109,17 @@ class FrameSocket:
     def _receive(self) -> bool:
         """One read; False when there is nothing more for now."""
         try:
-            data, fds, _, _ = socket.recv_fds(
-                self._sock, READ_BYTES, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
-            )
+            data, extras, _, _ = self._sock.recvmsg(READ_BYTES, _EXTRAS_BYTES, socket.MSG_CMSG_CLOEXEC)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
             self.ended = True
             return False
-        self._fds.extend(fds)
+        for level, kind, packed in extras:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._fds.extend(
+                    fd for (fd,) in _FD.iter_unpack(packed[: len(packed) // _FD.size * _FD.size])
+                )
         if not data or len(self._fds) > DESCRIPTORS_MAX:
             self.ended = True
             return False

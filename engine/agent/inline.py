@@ -51,7 +51,7 @@ class InlineAgent:
         self._service = service = Service(self._settings, NoJournal(), self._open_backend)
         server = Server(service, None)
         server.adopt(self._theirs)
-        await service.start()
+        service.start()
         await service.stopped.wait()
         server.close()
         await service.close()

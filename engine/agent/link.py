@@ -31,6 +31,14 @@ STOPPED_S_MAX = 60.0
 """Silence after which its process is killed, so that another can take its place: its journal holds its
 work."""
 SHAKE_S_MAX = 10.0
+"""A connection that is not answered by then is tried anew."""
+REGISTER_S_MAX = 120.0
+"""The agent may have to wait for storage before it can welcome a trainer; it gives signs of life
+meanwhile."""
+DOWN_S = 30.0
+"""Rest before the next try once there is no agent to be had."""
+TAKEN_MAX = 20
+"""Starts that found another agent in office but not answering, before that counts as a loss."""
 STARTS_MAX = 5
 STARTS_WINDOW_S = 600.0
 """At most so many restarts in so long a time."""
@@ -42,6 +50,7 @@ class State(Enum):
     SEEKING = "seeking"
     STARTING = "starting"
     SHAKING = "shaking"
+    REGISTERING = "registering"
     UP = "up"
     SILENT = "silent"
     DOWN = "down"
@@ -91,6 +100,9 @@ class Link:
         self._start: spawn.Start | None = None
         self._starts: deque[float] = deque()
         self._free_start = True
+        self._taken = 0
+        self._unanswered: float | None = None
+        """Since when connections have been made that were not answered."""
         self._not_before = 0.0
         self._pause = PAUSE_FIRST_S
         self._since = time.monotonic()
@@ -129,6 +141,7 @@ class Link:
                 State.SEEKING: self._seek,
                 State.STARTING: self._watch_start,
                 State.SHAKING: self._listen,
+                State.REGISTERING: self._listen,
                 State.UP: self._listen,
                 State.SILENT: self._listen,
                 State.DOWN: self._rest,
@@ -215,7 +228,8 @@ class Link:
             self._go_down(AgentError("the agent could not be started", found=outcome))
             return
         if outcome == spawn.TAKEN:  # its winner may be leaving just now: then the next start is not our fault
-            self._free_start = True
+            self._taken += 1
+            self._free_start = self._taken <= TAKEN_MAX
             self._hold_off()
         self._to(State.SEEKING)
 
@@ -247,15 +261,29 @@ class Link:
             self._lose("it has ended")
         elif self.state is State.SHAKING:
             if now - self._since > SHAKE_S_MAX:
-                self._lose("it did not answer")
+                self._not_answered(now)
+        elif self.state is State.REGISTERING and now - self._since > REGISTER_S_MAX:
+            self._lose("it did not welcome us")
         else:
             self._check_silence(now)
+
+    def _not_answered(self, now: float) -> None:
+        """Someone listens, but does not answer: a stopped agent, which must not keep the place for ever."""
+        assert self._frames is not None
+        self.agent = Process.of(self._frames.peer_pid())
+        if self._unanswered is None:
+            self._unanswered = self._since
+        if now - self._unanswered > STOPPED_S_MAX:
+            self._unanswered = None
+            self._kill_agent()
+        else:
+            self._lose("it did not answer")
 
     def _take(self, reply: Reply) -> None:
         if isinstance(reply, Answer):
             self._answered(reply)
         elif isinstance(reply, Welcome):
-            self._pause = PAUSE_FIRST_S
+            self._pause, self._taken = PAUSE_FIRST_S, 0
             self._to(State.UP)
             self._up()
         elif isinstance(reply, Refused):
@@ -268,12 +296,14 @@ class Link:
     def _answered(self, answer: Answer) -> None:
         assert self._frames is not None
         self.agent = Process(answer.pid, answer.start_time, answer.boot)
+        self._unanswered = None
         if answer.protocol != protocol.PROTOCOL:
             self._mismatch(answer)
         elif self._hello is None:
             self._to(State.UP)
             self._up()
         else:
+            self._to(State.REGISTERING)
             self._register(self._hello)
 
     def _register(self, hello: Hello) -> None:
@@ -316,14 +346,17 @@ class Link:
                 self._frames.push()
             return
         silent = now - self._asked
-        if self.state is State.UP and silent > SILENCE_S_MAX:
+        if self.state is State.REGISTERING and silent > SILENCE_S_MAX:
+            self._lose("it stopped answering")
+        elif self.state is State.UP and silent > SILENCE_S_MAX:
             self._to(State.SILENT)
             self._lost(f"it has not answered for {silent:.0f} s")
         elif self.state is State.SILENT and silent > STOPPED_S_MAX:
             self._kill_agent()
 
     def _rest(self) -> None:
-        """DOWN is not for ever: when the window has passed, one more start may be made."""
+        """DOWN is not for ever: after a rest an agent is sought again, and started if the window allows
+        it."""
         if self._hello is not None and not self._inline and time.monotonic() >= self._not_before:
             self.error = None
             self._to(State.SEEKING)
@@ -359,7 +392,7 @@ class Link:
     def _go_down(self, error: EverstepError) -> None:
         self._drop()
         self.error = error
-        self._not_before = time.monotonic() + STARTS_WINDOW_S
+        self._not_before = time.monotonic() + DOWN_S
         self._to(State.DOWN)
         self._lost(str(error))
 

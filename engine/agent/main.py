@@ -8,14 +8,19 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import socket
+
     from everstep.backends.api import Backend
 
+    from .journal import LmdbJournal
     from .values import AgentSettings
 
 NICE = 10
 IOPRIO_BEST_EFFORT_LOWEST = (2 << 13) | 7
 IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 """Number of the system call; the C library has no wrapper."""
+OFFICE_LOOK_S = 2.0
+"""How often the agent looks whether others can still find it."""
 SETTINGS_BYTES_MAX = 1 << 20
 
 
@@ -62,9 +67,8 @@ def run(
     from .journal import LmdbJournal
     from .spawn import READY, TAKEN
 
-    logging.basicConfig(
-        format=f"%(asctime)s agent {os.getpid()} %(levelname)s %(message)s", level=logging.INFO
-    )
+    form = f"%(asctime)s agent {os.getpid()} %(levelname)s %(message)s"
+    logging.basicConfig(format=form, level=logging.INFO)
     _step_back()
     places.prepare(settings.runtime_dir)
     lock = places.elect(settings.runtime_dir)
@@ -73,34 +77,54 @@ def run(
         return 0
     listener = places.listen(settings.runtime_dir)
     journal = LmdbJournal(settings.runtime_dir / places.JOURNAL)
-    _say(ready, READY)
-    logging.getLogger("everstep.agent").info("serving %s (epoch %d)", settings.root, journal.epoch)
-    asyncio.run(_serve(settings, listener, journal, open_backend or open_url))
+
+    def started() -> None:
+        _say(ready, READY)
+
+    asyncio.run(_serve(settings, lock, listener, journal, open_backend or open_url, started))
     logging.getLogger("everstep.agent").info("leaving")
     os.close(lock)
     return 0
 
 
-async def _serve(settings, listener, journal, open_backend) -> None:  # type: ignore[no-untyped-def]
+async def _serve(
+    settings: AgentSettings,
+    lock: int,
+    listener: socket.socket,
+    journal: LmdbJournal,
+    open_backend: Callable[[str], Backend],
+    ready: Callable[[], None],
+) -> None:
     import asyncio
     import contextlib
+    import logging
     import signal
 
     from . import places
     from .server import Server
     from .service import Service
 
+    log = logging.getLogger("everstep.agent")
+    inode = (settings.runtime_dir / places.SOCKET).stat().st_ino
     loop = asyncio.get_running_loop()
     service = Service(settings, journal, open_backend)
     server = Server(service, listener)
     loop.add_signal_handler(signal.SIGTERM, service.drain)
-    loop.add_signal_handler(signal.SIGHUP, lambda: None)
-    loop.add_signal_handler(signal.SIGINT, lambda: None)
-    await service.start()
-    await service.stopped.wait()
+    for ignored in (signal.SIGHUP, signal.SIGINT):
+        loop.add_signal_handler(ignored, lambda: None)
+    service.start()
+    log.info("serving %s (epoch %d)", settings.root, journal.epoch)
+    ready()
+    while not service.stopped.is_set():
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(service.stopped.wait(), OFFICE_LOOK_S)
+        if not places.in_office(settings.runtime_dir, lock, inode):
+            log.error("lock or socket was removed or replaced; leaving")
+            service.leave()
     # The name goes before the lock: whoever holds the lock next makes its own.
-    with contextlib.suppress(OSError):
-        (settings.runtime_dir / places.SOCKET).unlink()
+    if places.in_office(settings.runtime_dir, lock, inode):
+        with contextlib.suppress(OSError):
+            (settings.runtime_dir / places.SOCKET).unlink()
     server.close()
     await service.close()
 

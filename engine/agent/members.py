@@ -38,6 +38,20 @@ class Member:
     dead: bool = False
     watch: Watch | None = None
 
+    @classmethod
+    def of(cls, kept: MemberEntry, arena: Arena) -> Member:
+        """As the journal of a former agent knew it."""
+        return cls(
+            kept.run_id,
+            kept.rank,
+            kept.world,
+            kept.incarnation,
+            kept.adopted,
+            Process(*kept.process),
+            arena,
+            kept.arena,
+        )
+
     @property
     def here(self) -> bool:
         return self.farewell is None and not self.dead

@@ -29,43 +29,53 @@ class Orphans:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._working = 0
+        self._working = False
+        self._again = False
         self._done: set[tuple[int, int]] = set()
         """(incarnation, step) that became durable, or was found to be."""
 
     @property
     def busy(self) -> bool:
-        return self._working > 0
+        return self._working
 
     async def look(self) -> None:
         """Flush W if every trainer of the newest incarnation is gone and at least one had no time to say
         so."""
+        self._again = True
+        if self._working:
+            return
+        self._working = True
+        try:
+            while self._again:
+                self._again = False
+                await self._look()
+        finally:
+            self._working = False
+
+    async def _look(self) -> None:
         members = self._service.members.of_newest()
         if any(member.here for member in members) or any(member.farewell == KEPT for member in members):
             return
-        if not any(member.farewell is None for member in members) or self._working:
-            return
-        self._working += 1
-        try:
-            await self._flush_newest()
-            for member in members:
+        dead = [member for member in members if member.farewell is None]
+        if dead and await self._flush_newest():
+            for member in dead:
                 await self._service.forget_member(member)
-        finally:
-            self._working -= 1
 
-    async def _flush_newest(self) -> None:
+    async def _flush_newest(self) -> bool:
+        """Whether nothing is left to do. If not, the journal keeps the members for the next agent."""
         for _ in range(TRIES_MAX):
             try:
                 key = await self._complete()
                 if key is None:
                     log.info("all trainers are gone; no step is complete in the arenas of this node")
-                    return
+                    return True
                 if key in self._done or await self._flush(*key):
                     self._done.add(key)
-                    return
+                    return True
             except (BackendError, EverstepError) as error:
                 log.warning("the newest step could not be made durable: %s", error)
             await asyncio.sleep(PAUSE_S)
+        return False
 
     async def _complete(self) -> tuple[int, int] | None:
         """W: the newest (incarnation, step) that counts and that all its ranks hold here."""

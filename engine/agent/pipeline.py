@@ -145,7 +145,7 @@ class Pipeline:
                 await self._pin(flush, job, pin)
             if flush.ending is None:
                 await self._owner.remember(job.entry)
-        except (EverstepError, OSError) as error:
+        except Exception as error:
             self._fail(flush, error, entry.rank)
             return
         reach("agent.accepted", str(entry.step))
@@ -160,7 +160,10 @@ class Pipeline:
         self._say(flush, "queued", rank=entry.rank)
 
     def give_up(self, incarnation: int, step: int, attempt: int, reason: str, world: int) -> None:
-        """End the attempt without a checkpoint, unless it is one already. All ranks hear the same."""
+        """End the attempt without a checkpoint, unless it is one already. All ranks hear the same. Raises
+        AgentError when too many flushes are under way."""
+        if (incarnation, step) not in self._flushes and len(self._flushes) >= FLUSHES_MAX:
+            raise AgentError("too many flushes are under way", found=len(self._flushes), expected=FLUSHES_MAX)
         flush = self._flush_for(incarnation, step, attempt, world)
         if flush.attempt == attempt:
             self._end(flush, *given_up(step, reason, self.backend.url))
@@ -306,7 +309,7 @@ class Pipeline:
                 decision = await self._await_votes(flush)
                 if decision is not None:
                     self._settle(flush, decision)
-        except (BackendError, EverstepError) as error:
+        except Exception as error:
             self._fail(flush, error, None)
 
     async def _await_votes(self, flush: Flush) -> Decision | None:
@@ -370,7 +373,7 @@ class Pipeline:
                 f"step {flush.step}: the agent failed", found=f"{type(error).__name__}: {error}"
             )
         words = in_our_words(error, step=flush.step, rank=rank, tier=self.backend.url)
-        self._end(flush, words, str(words) if rank is None else f"rank {rank}: {words}", rank)
+        self._end(flush, words, str(words), rank)
 
     def _end(self, flush: Flush, error: EverstepError, reason: str, rank: int | None = None) -> None:
         """Have the flush end with ``error`` unless it became a checkpoint after all. The first cause
@@ -394,6 +397,7 @@ class Pipeline:
             log.warning("step %d: the abort record could not be written: %s", flush.step, second)
         if isinstance(decision, Abort) and (decision.reason, decision.rank) != (reason, rank):
             error = error_of(decision, self.backend.url)
+        log.warning("step %d of incarnation %d, attempt %d: %s", *flush.key[::-1], flush.attempt, error)
         self._settle(flush, decision, error)
         if isinstance(decision, Abort):
             await self._sweep(flush)

@@ -22,6 +22,7 @@ SOCKET = "agent.sock"
 JOURNAL = "journal"
 LOG = "agent.log"
 BACKLOG = 128
+ELECT_TRIES_MAX = 10
 SUN_PATH_MAX = 107
 """Longest path of a Unix socket in bytes, its final NUL not counted."""
 
@@ -116,13 +117,37 @@ def file_system_of(path: Path) -> str:
 def elect(runtime_dir: Path) -> int | None:
     """Become the agent of this directory: the descriptor that holds the lock until it is closed or the
     process dies, however it dies. None while another process holds it."""
-    fd = os.open(runtime_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    for _ in range(ELECT_TRIES_MAX):
+        fd = os.open(runtime_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        if _is(fd, runtime_dir / LOCK):
+            return fd
+        os.close(fd)  # it was removed, or replaced, while we waited for it
+    raise AgentError("the lock vanishes again and again", found=str(runtime_dir / LOCK), hint=_HINT)
+
+
+def in_office(runtime_dir: Path, lock: int, socket_inode: int) -> bool:
+    """Whether lock and socket still lie where others look for them. They are touched, so that whoever cleans
+    temporary directories by age leaves them alone."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    return fd
+        if not _is(lock, runtime_dir / LOCK) or (runtime_dir / SOCKET).stat().st_ino != socket_inode:
+            return False
+        for path in (runtime_dir, runtime_dir / LOCK, runtime_dir / SOCKET):
+            os.utime(path)
+    except OSError:
+        return False
+    return True
+
+
+def _is(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 @contextlib.contextmanager

@@ -58,6 +58,10 @@ class Peer:
         self._loop.add_reader(self._frames.fileno(), self._readable)
         self._timer = self._loop.call_later(SHAKE_S_MAX, self._too_late)
 
+    @property
+    def open(self) -> bool:
+        return not self._frames.ended
+
     def send(self, message: Reply, fds: Sequence[int] = ()) -> None:
         """Never waits; a peer that does not read is hung up on once too much has gathered."""
         if self._frames.ended:
@@ -75,9 +79,7 @@ class Peer:
         self._timer.cancel()
         self._loop.remove_reader(self._frames.fileno())
         self._loop.remove_writer(self._frames.fileno())
-        self._frames.close()
-        if self._worker is not None:
-            self._worker.cancel()
+        self._frames.close()  # what was received is still worked off: a trainer may ask, and die
         self._closed(self)
         self._handler.gone(self)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from typing import Any
 from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError
 from everstep.backends.limit import RateLimited
-from everstep.errors import AgentError, EverstepError, Superseded
+from everstep.errors import AgentError, CannotTell, EverstepError, Superseded
 from everstep.format.records import RunRecord
 from everstep.memory.arena import Arena
 from everstep.memory.control import Purpose
@@ -56,6 +57,9 @@ log = logging.getLogger("everstep.agent")
 IDLE_LOOK_S = 0.2
 FIRST_CLIENT_S = 20.0
 """How long a new agent waits for its first client at least."""
+RESUME_TRIES_MAX = 40
+RESUME_PAUSE_S = 15.0
+"""How long a new agent waits for storage before it leaves the journal's jobs to the next one."""
 EVENTS_PAUSE_S = 2.0
 """Events are written at most this often."""
 
@@ -89,7 +93,7 @@ class Service:
 
     # -- life
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Go on with what the journal holds, in the background."""
         if self._journal.repaired:
             log.error("the journal was damaged and has been set aside: %s", self._journal.repaired)
@@ -144,6 +148,18 @@ class Service:
     async def _resume(self) -> None:
         """Members and jobs of the former agent. A job whose slot is gone fails as any other: aborted,
         reported."""
+        await self._resume_members()
+        jobs = await self._journaled(self._journal.jobs)
+        self._order = max([self._order, *(entry.order for entry in jobs)])
+        self._handling += 1
+        try:
+            if jobs:
+                await self._resume_jobs(jobs)
+        finally:
+            self._handling -= 1
+
+    async def _resume_members(self) -> None:
+        found = []
         for kept in await self._journaled(self._journal.members):
             try:
                 arena = await asyncio.to_thread(self._arena_of, kept.arena, None, kept.rank)
@@ -151,31 +167,35 @@ class Service:
                 log.warning("rank %d of incarnation %d is forgotten: %s", kept.rank, kept.incarnation, error)
                 await self._journaled(self._journal.drop_member, kept)
                 continue
-            process = Process(*kept.process)
-            if self.members.find(kept.incarnation, kept.rank) is None:
-                self.members.add(
-                    Member(
-                        kept.run_id,
-                        kept.rank,
-                        kept.world,
-                        kept.incarnation,
-                        kept.adopted,
-                        process,
-                        arena,
-                        kept.arena,
-                    )
-                )
-        jobs = await self._journaled(self._journal.jobs)
-        self._order = max([self._order, *(entry.order for entry in jobs)])
-        if not jobs:
-            return
-        run = await self._ensure_run(None)
+            found.append(Member.of(kept, arena))
+        # All at once: a death is judged by who else is there.
+        for member in found:
+            if self.members.find(member.incarnation, member.rank) is None:
+                self.members.add(member)
+
+    async def _resume_jobs(self, jobs: list[JobEntry]) -> None:
+        run = await self._run_in_spite_of_storage()
         for entry in jobs:
             if entry.run_id != run.run_id:
                 log.warning("step %d of another run is dropped", entry.step)
                 await self.forget([entry])
+            elif not entry.arena and Process(*entry.process).alive():
+                await self.forget([entry])  # its trainer has the arena, and will ask again
             else:
                 await self._pipeline.add(entry, functools.partial(self._pin_again, entry))
+
+    async def _run_in_spite_of_storage(self) -> RunRecord:
+        """The run, waiting some minutes for storage that does not answer; jobs stay in the journal
+        meanwhile."""
+        for left in range(RESUME_TRIES_MAX - 1, -1, -1):
+            try:
+                return await self._ensure_run(None)
+            except CannotTell as error:
+                if left == 0:
+                    raise
+                log.warning("cannot go on yet: %s", error)
+                await asyncio.sleep(RESUME_PAUSE_S)
+        raise AssertionError("unreachable")
 
     def _pin_again(self, entry: JobEntry) -> Pinned:
         """Pin a journaled job's slot, in a thread. SlotGone, AgentError if it cannot be found any more."""
@@ -215,6 +235,25 @@ class Service:
 
     async def _register(self, peer: Peer, hello: Register) -> None:
         fd = None if hello.arena else peer.take_fd()
+        try:
+            member = await self._admit(hello, fd)
+        finally:
+            if fd is not None:
+                os.close(fd)
+        self.members.add(member)
+        if hello.arena:
+            await self._journaled(self._journal.put_member, member.entry())
+        if hello.incarnation >= self.members.newest:
+            self._follow(AgentSettings.from_wire(hello.settings))
+        peer.member = member
+        if peer.open:
+            self._registered.add(peer)
+        peer.send(Welcome(self._journal.epoch))
+        self._keep(self._check_incarnations())
+
+    async def _admit(self, hello: Register, fd: int | None) -> Member:
+        """The trainer as a member, once everything that it says of itself was checked. Raises AgentError,
+        RunInUse, and what opening the run and the arena raises."""
         theirs = AgentSettings.from_wire(hello.settings)
         process = Process(hello.pid, hello.start_time, hello.boot)
         if (theirs.root, theirs.run_key) != (self.settings.root, self.settings.run_key):
@@ -227,7 +266,7 @@ class Service:
         await self._ensure_run(hello.run_id)
         self.members.check(hello.incarnation, hello.rank, process)
         arena = await asyncio.to_thread(self._arena_of, hello.arena, fd, hello.rank)
-        member = Member(
+        return Member(
             hello.run_id,
             hello.rank,
             hello.world,
@@ -237,15 +276,6 @@ class Service:
             arena,
             hello.arena,
         )
-        self.members.add(member)
-        if hello.arena:
-            await self._journaled(self._journal.put_member, member.entry())
-        if hello.incarnation >= self.members.newest:
-            self._follow(theirs)
-        peer.member = member
-        self._registered.add(peer)
-        peer.send(Welcome(self._journal.epoch))
-        self._keep(self._check_incarnations())
 
     def _arena_of(self, path: str, fd: int | None, rank: int) -> Arena:
         known = self.members.arena(rank)
@@ -253,9 +283,10 @@ class Service:
 
     def _follow(self, theirs: AgentSettings) -> None:
         """The newest incarnation's wishes count."""
-        self.settings = theirs
+        before, self.settings = self.settings, theirs
         self._pipeline.commit_timeout_s = theirs.commit_timeout_s
-        self._pipeline.backend = self._limited()
+        if theirs.rate_bytes_per_s != before.rate_bytes_per_s:
+            self._pipeline.backend = self._limited()
         if self._rotator is not None:
             self._rotator.retention = theirs.retention
 

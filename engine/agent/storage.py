@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError, NoSpace, Retryable
@@ -42,20 +42,23 @@ async def patiently(work: Callable[[], Awaitable[T]]) -> T:
 
 def in_our_words(error: Exception, *, step: int, rank: int | None, tier: str) -> EverstepError:
     """Any failure of a flush as an error of the tree that names step, rank and tier."""
+    who = f"step {step}" if rank is None else f"step {step}, rank {rank}"
+    fields: dict[str, Any] = {"step": step, "tier": tier, **({} if rank is None else {"rank": rank})}
     if isinstance(error, EverstepError):
-        fields = {"step": step, "tier": tier, **({} if rank is None else {"rank": rank}), **error.fields}
+        message = error.message if error.message.startswith(f"step {step}") else f"{who}: {error.message}"
         return type(error)(
-            error.message, found=error.found, expected=error.expected, hint=error.hint, **fields
+            message,
+            found=error.found,
+            expected=error.expected,
+            hint=error.hint,
+            **{**fields, **error.fields},
         )
     kind = StorageFull if isinstance(error, NoSpace) else SaveFailed
-    where = "" if rank is None else f" of rank {rank}"
     return kind(
-        f"step {step}: the flush{where} failed",
+        f"{who}: the flush failed",
         found=f"{type(error).__name__}: {error}",
         hint="Earlier checkpoints are untouched",
-        step=step,
-        tier=tier,
-        rank=-1 if rank is None else rank,
+        **fields,
     )
 
 

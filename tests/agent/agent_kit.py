@@ -20,6 +20,7 @@ from everstep.agent.link import Link, State
 from everstep.agent.places import LOG
 from everstep.agent.values import AgentSettings, Hello, Progress
 from everstep.backends.files import LocalBackend
+from everstep.errors import AgentError
 from everstep.format.layout import Box, EntrySpec, build_layout, encode, layout_hash
 from everstep.format.manifest import Manifest
 from everstep.format.records import IncarnationRecord, Writer
@@ -132,7 +133,9 @@ class Place:
     def decisions(self, step: int, incarnation: int = 1) -> list[str]:
         """Kinds of all decisions on a step."""
         directory = Path(self.settings.root) / "checkpoints" / f"{step:09d}" / f"{incarnation:04d}"
-        return [json.loads(path.read_bytes())["everstep"] for path in sorted(directory.glob("manifest-*.json"))]
+        return [
+            json.loads(path.read_bytes())["everstep"] for path in sorted(directory.glob("manifest-*.json"))
+        ]
 
     def check(self, incarnation: int, step: int, world: int) -> None:
         """Every rank's bytes of the checkpoint are the ones that were put into its slot."""
@@ -144,7 +147,9 @@ class Place:
                 if names.key == (incarnation, step):
                     assert isinstance(decision, Manifest) and decision.world == world
                     for rank in range(world):
-                        await self._check_rank(DurableSource(backend, decision, CHUNK), incarnation, step, rank)
+                        await self._check_rank(
+                            DurableSource(backend, decision, CHUNK), incarnation, step, rank
+                        )
                     return
             raise AssertionError(f"step {step} is not there")
 
@@ -189,18 +194,33 @@ class Trainer:
 
     @classmethod
     def make(
-        cls, place: Place, rank: int = 0, world: int = 1, incarnation: int = 1, *, memfd: bool = False, slots: int = 4
+        cls,
+        place: Place,
+        rank: int = 0,
+        world: int = 1,
+        incarnation: int = 1,
+        *,
+        memfd: bool = False,
+        slots: int = 4,
     ) -> Trainer:
-        same: dict[str, Any] = dict(
-            run_key=RUN_KEY, node="n0", rank=rank, world=world, slots=slots, slot_bytes=SLOT_BYTES, chunk_bytes=CHUNK
-        )
+        same: dict[str, Any] = {
+            "run_key": RUN_KEY,
+            "node": "n0",
+            "rank": rank,
+            "world": world,
+            "slots": slots,
+            "slot_bytes": SLOT_BYTES,
+            "chunk_bytes": CHUNK,
+        }
         arena = Arena.create_memfd(**same) if memfd else Arena.create(place.arenas, **same)
         arena.take(Process.current(), run_id=place.run_id, incarnation=incarnation, world=world)
         return cls(place, rank, world, incarnation, arena)
 
     def hello(self) -> Hello:
         where: Path | int = self.arena.info.path or self.arena.fileno()
-        return Hello(self.place.run_id, self.rank, self.world, self.incarnation, None, Process.current(), where)
+        return Hello(
+            self.place.run_id, self.rank, self.world, self.incarnation, None, Process.current(), where
+        )
 
     def connect(self, **more: Any) -> Trainer:
         self.client = AgentClient.connect(self.place.settings, self.hello(), **more)
@@ -250,12 +270,19 @@ class Trainer:
         self.snapshot(step)
         self.flush(step)
 
+    def fork_sleeper(self) -> None:
+        """A child that keeps all descriptors open, for as long as the test may take."""
+        if os.fork() == 0:
+            time.sleep(2 * SOON_S)
+            os._exit(0)
+
     def verdict(self, step: int, timeout_s: float = SOON_S) -> Progress:
         return self.agent.wait(step, timeout_s=timeout_s)
 
 
 class TrainerProcess:
-    """A trainer of its own process: ``call("save", 3)`` runs ``Trainer.save(3)`` there. ``stages`` of what it polled."""
+    """A trainer of its own process: ``call("save", 3)`` runs ``Trainer.save(3)`` there. ``stages`` of what
+    it polled."""
 
     def __init__(self, place: Place, rank: int = 0, world: int = 1, incarnation: int = 1, **env: str) -> None:
         given = {"base": str(place.base), "run_id": place.run_id, "settings": place.settings.to_wire()}
@@ -295,3 +322,18 @@ class TrainerProcess:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         self.process.stdout.close()
+
+
+def verdicts(trainers: list[Trainer], step: int) -> list[Progress]:
+    """Every rank's verdict; all of them are at work meanwhile, as separate trainers would be."""
+
+    def look() -> list[Progress] | None:
+        found = []
+        for trainer in trainers:
+            try:
+                found.append(trainer.agent.wait(step, timeout_s=0.0))
+            except AgentError as error:
+                assert "still not durable" in str(error)
+        return found if len(found) == len(trainers) else None
+
+    return until(look, f"verdicts on step {step}")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agent_kit import Place, TrainerProcess, until
@@ -35,3 +39,24 @@ def start(place: Place) -> Iterator[Callable[..., TrainerProcess]]:
     yield begin
     for trainer in started:
         trainer.close()
+
+
+@pytest.fixture
+def special_agent(place: Place) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts an agent with scripted faults ("faults") or of another protocol ("protocol": difference)."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(**wishes: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, str(Path(__file__).with_name("special_agent.py"))]
+        command += [place.settings.to_json(), json.dumps(wishes)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()

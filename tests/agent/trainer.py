@@ -1,4 +1,5 @@
-"""A trainer process of the agent's tests: one JSON command a line on stdin, one JSON answer a line on stdout."""
+"""A trainer process of the agent's tests: one JSON command a line on stdin, one JSON answer a line on
+stdout."""
 
 from __future__ import annotations
 

@@ -1,0 +1,291 @@
+"""The line between trainer and agent: election, refusals, releases, forks, descriptors, hostile peers."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from agent_kit import Place, Trainer, TrainerProcess, payload, until
+from everstep.agent import places, protocol, spawn
+from everstep.agent.client import fetch_arenas
+from everstep.agent.link import Link, State
+from everstep.errors import AgentError, RunInUse, SaveFailed
+from everstep.memory.arena import Arena
+from everstep.memory.process import Process
+
+Start = Callable[..., TrainerProcess]
+Special = Callable[..., "subprocess.Popen[str]"]
+
+
+def test_of_agents_that_start_at_once_one_serves(place: Place) -> None:
+    place.incarnation(world=2)
+    starts = [spawn.start(place.settings) for _ in range(4)]
+    outcomes = [until(start.look, "an outcome") for start in starts]
+    for start in starts:
+        start.close()
+    assert sorted(outcomes) == [spawn.READY] + 3 * [spawn.TAKEN]
+    ranks = [Trainer.make(place, rank, 2).connect() for rank in range(2)]
+    assert ranks[0].agent.status()["pid"] == ranks[1].agent.status()["pid"]
+    for trainer in ranks:
+        trainer.agent.bye(timeout_s=10)
+
+
+def test_a_start_is_quick_and_light(place: Place) -> None:
+    """No torch, no numpy; ready in well under the time that a trainer would notice."""
+    modules = ", ".join(f"everstep.agent.{name}" for name in ("main", "service", "inline", "client"))
+    check = (
+        f"import sys, {modules};"
+        + "print([m for m in ('torch', 'numpy', 'ssl', 'requests') if m in sys.modules])"
+    )
+    loaded = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout
+    assert "torch" not in loaded and "numpy" not in loaded
+    began = time.monotonic()
+    start = spawn.start(place.settings)
+    assert time.monotonic() - began < 0.2, "starting is not waited for"
+    assert until(start.look, "an outcome") == spawn.READY
+    start.close()
+
+
+def test_the_agent_is_nobodys_child_and_keeps_no_stream(place: Place) -> None:
+    start = spawn.start(place.settings)
+    until(start.look, "an outcome")
+    start.close()
+    agent = place.agent()
+    assert agent is not None
+    stat = Path(f"/proc/{agent.pid}/stat").read_text().rsplit(")", 1)[1].split()
+    parent, session, nice = int(stat[1]), int(stat[3]), int(stat[16])
+    assert parent != os.getpid() and session != os.getsid(0) and nice >= 10
+    assert os.readlink(f"/proc/{agent.pid}/fd/0") == "/dev/null"
+    assert os.readlink(f"/proc/{agent.pid}/fd/1") == str(place.settings.runtime_dir / places.LOG)
+    assert os.readlink(f"/proc/{agent.pid}/cwd") == "/"
+
+
+def test_a_start_that_fails_says_why(place: Place) -> None:
+    place.settings.runtime_dir.mkdir(mode=0o700)
+    (place.settings.runtime_dir / places.SOCKET).mkdir()  # cannot be replaced by a socket
+    place.incarnation()
+    with pytest.raises(AgentError, match=r"could not be started.*IsADirectoryError"):
+        Trainer.make(place).connect()
+
+
+def test_another_run_is_refused(place: Place) -> None:
+    place.incarnation()
+    trainer = Trainer.make(place).connect()
+    place.run_id = "another"
+    with pytest.raises(AgentError, match="another run"):
+        Trainer.make(place).connect()
+    trainer.agent.bye(timeout_s=10)
+
+
+def test_a_living_rank_is_not_replaced(place: Place, start: Start) -> None:
+    place.incarnation()
+    trainer = start()
+    trainer.call("connect")
+    with pytest.raises(RunInUse, match="registered"):
+        Trainer.make(place).connect()
+    trainer.kill()
+    Trainer.make(place).connect().agent.bye(timeout_s=10, flush=False)
+
+
+def test_a_foreign_arena_is_refused(place: Place) -> None:
+    place.incarnation()
+    trainer = Trainer.make(place, rank=1, world=2)
+    trainer.rank = 0
+    with pytest.raises(AgentError, match="arena is another rank"):
+        trainer.connect()
+
+
+def test_an_idle_agent_of_an_older_release_makes_room(place: Place, special_agent: Special) -> None:
+    place.incarnation()
+    old = special_agent(protocol=-1)
+    trainer = Trainer.make(place).connect()
+    assert old.wait(10) == 0
+    assert trainer.agent.status()["protocol"] == protocol.PROTOCOL
+    trainer.agent.bye(timeout_s=10)
+
+
+def test_an_agent_of_a_newer_release_is_respected(place: Place, special_agent: Special) -> None:
+    place.incarnation()
+    newer = special_agent(protocol=+1)
+    with pytest.raises(AgentError, match="another release") as caught:
+        Trainer.make(place).connect()
+    assert str(protocol.PROTOCOL + 1) in str(caught.value) and newer.poll() is None
+
+
+def test_a_busy_agent_of_an_older_release_is_respected(
+    place: Place, special_agent: Special, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.incarnation()
+    old = special_agent(protocol=-1)
+    with monkeypatch.context() as patch:
+        patch.setattr(protocol, "PROTOCOL", protocol.PROTOCOL - 1)
+        trainer = Trainer.make(place).connect()
+    other = Trainer.make(place)
+    with pytest.raises(AgentError, match="busy"):
+        other.connect()
+    assert old.poll() is None
+    trainer.agent.bye(timeout_s=10)
+
+
+def test_a_forked_child_touches_nothing(place: Place) -> None:
+    place.incarnation()
+    trainer = Trainer.make(place).connect()
+    trainer.snapshot(1)
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for use in (
+            trainer.agent.poll,
+            trainer.agent.status,
+            lambda: trainer.agent.flush(1, slot=0, generation=1),
+        ):
+            try:
+                use()
+            except AgentError:
+                refused += 1
+        trainer.agent.close()
+        os._exit(0 if refused == 3 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    trainer.flush(1)
+    assert trainer.verdict(1).stage == "committed"
+    trainer.agent.bye(timeout_s=10)
+
+
+def test_a_child_that_outlives_its_trainer_does_not_hide_its_death(place: Place, start: Start) -> None:
+    """Forked loader workers keep everything open that they inherit."""
+    place.incarnation()
+    trainer = start()
+    trainer.call("connect")
+    trainer.call("fork_sleeper")
+    trainer.call("snapshot", 3)
+    trainer.kill()
+    until(lambda: place.durable() == [(1, 3)], "the flush of W")
+
+
+def test_the_agent_keeps_an_arena_without_a_path_for_the_next_trainer(place: Place) -> None:
+    place.with_settings(linger_s=30.0).incarnation()
+    trainer = Trainer.make(place, memfd=True).connect()
+    trainer.save(1)
+    assert trainer.verdict(1).stage == "committed"
+    trainer.snapshot(2)
+    trainer.agent.close()
+    trainer.arena.close()
+    (held,) = fetch_arenas(place.settings)
+    assert held.path is None and held.fd is not None and held.rank == 0
+    again = Arena.attach_fd(held.fd)
+    os.close(held.fd)
+    newest = again.snapshots()[-1]
+    assert newest.step == 2
+    with again.pin(newest.index, newest.generation) as pinned:
+        assert bytes(pinned.view("image:model")).endswith(payload(1, 2, 0))
+    place.incarnation(adopted=(1, 2))
+    again.take(Process.current(), run_id=place.run_id, incarnation=2, world=1)
+    following = Trainer(place, 0, 1, 2, again).connect()
+    following.save(3)
+    assert following.verdict(3).stage == "committed"
+    following.agent.bye(timeout_s=10)
+
+
+def test_arenas_with_a_path_are_named(place: Place) -> None:
+    assert fetch_arenas(place.settings) == []
+    place.incarnation()
+    trainer = Trainer.make(place).connect()
+    (held,) = fetch_arenas(place.settings)
+    assert (held.rank, held.path, held.fd) == (0, trainer.arena.info.path, None)
+    trainer.agent.bye(timeout_s=10)
+
+
+@pytest.mark.parametrize(
+    "bytes_sent",
+    [
+        b"\xff\xff\xff\xff",
+        struct.pack(">I", 5) + b"hello",
+        struct.pack(">I", 4 << 20),
+        struct.pack(">I", 2) + protocol.encode(protocol.Ping(1))[:2],
+    ],
+)
+def test_a_hostile_peer_is_hung_up_on_and_harms_nobody(place: Place, bytes_sent: bytes) -> None:
+    place.incarnation()
+    trainer = Trainer.make(place).connect()
+    hostile = socket.socket(socket.AF_UNIX)
+    hostile.settimeout(10)
+    hostile.connect(str(place.settings.runtime_dir / places.SOCKET))
+    hostile.sendall(bytes_sent)
+    while hostile.recv(4096):
+        pass
+    hostile.close()
+    trainer.save(1)
+    assert trainer.verdict(1).stage == "committed"
+    trainer.agent.bye(timeout_s=10)
+
+
+def test_who_has_not_registered_cannot_flush(place: Place) -> None:
+    place.incarnation()
+    trainer = Trainer.make(place).connect()
+    link = Link(place.settings, None, up=lambda: None, lost=lambda why: None)
+    until(lambda: link.advance() or link.state is State.UP, "an answer")
+    link.send(protocol.FlushRequest(1, 0, 1, "full", 1))
+    until(lambda: link.advance() or link.state is State.DOWN, "a refusal")
+    assert "register" in str(link.error)
+    link.close()
+    trainer.agent.bye(timeout_s=10)
+
+
+def test_inline_agent(place: Place) -> None:
+    """Each rank has its own; they meet in the storage only."""
+    place.incarnation(world=2)
+    ranks = [Trainer.make(place, rank, 2).connect(mode="inline") for rank in range(2)]
+    for step in (1, 2):
+        for trainer in ranks:
+            trainer.save(step)
+        assert [trainer.verdict(step).stage for trainer in ranks] == ["committed", "committed"]
+        place.check(1, step, world=2)
+    for trainer in ranks:
+        trainer.save(3)
+    for trainer in ranks:
+        trainer.agent.bye(timeout_s=10)
+    assert place.durable() == [(1, 1), (1, 2), (1, 3)]
+    assert not (place.settings.runtime_dir / places.LOCK).exists()
+
+
+def test_inline_goodbye_says_what_is_left(place: Place) -> None:
+    place.incarnation(world=2)
+    trainer = Trainer.make(place, 0, 2).connect(mode="inline")
+    trainer.save(1)
+    with pytest.raises(SaveFailed, match="1 flush"):
+        trainer.agent.bye(timeout_s=0.5)
+
+
+def test_inline_agents_share_one_verdict(place: Place) -> None:
+    place.with_settings(commit_timeout_s=0.5).incarnation(world=2)
+    first, second = (Trainer.make(place, rank, 2).connect(mode="inline") for rank in range(2))
+    second.snapshot(1)
+    first.save(1)
+    assert first.verdict(1).stage == "failed"
+    second.flush(1)
+    verdict = second.verdict(1)
+    assert verdict.stage == "failed" and verdict.error is not None and "rank 1" in verdict.error["message"]
+    for trainer in (first, second):
+        trainer.agent.bye(timeout_s=5)
+
+
+def test_a_connection_that_does_not_speak_is_not_waited_for(place: Place) -> None:
+    """Something listens but never answers: connecting gives up in time."""
+    place.settings.runtime_dir.mkdir(mode=0o700)
+    listener = places.listen(place.settings.runtime_dir)
+    place.incarnation()
+    began = time.monotonic()
+    with pytest.raises(AgentError, match="did not answer"):
+        Trainer.make(place).connect(timeout_s=0.5)
+    assert time.monotonic() - began < 5
+    assert select.select([listener], [], [], 0)[0]
+    listener.close()
+    (place.settings.runtime_dir / places.SOCKET).unlink()
