@@ -350,8 +350,10 @@ def _compare(stage: _Stage, story: Story) -> None:
     root = stage.root("disturbed")
     seen = [half for half in halves if half in look(root).committed or half in adoptions(root)]
     story.checks.append(
-        Check("the half flush was never seen", bool(halves) and not seen, f"{len(seen)} seen")
+        Check("the half flush was never seen", bool(halves) and not seen, f"{len(seen)} listings or loads")
     )
+    hurt = damage(root)
+    story.checks.append(Check("every byte on disk proved", not hurt, "; ".join(hurt) or "no damage"))
 
 
 def _shown(checkpoint: Any) -> str:
