@@ -169,6 +169,10 @@ class Checkpointer:
     def close(self, *, flush: bool = True) -> None:
         """Make the newest snapshot durable (unless ``flush`` is False), end the session, and raise what went wrong.
         Every rank calls it; calling it again does nothing."""
+        self._close(flush=flush, keep=False)
+
+    def _close(self, *, flush: bool, keep: bool) -> None:
+        """``keep`` leaves the snapshots in memory: who ends by an error is likely to be started again."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
@@ -176,7 +180,7 @@ class Checkpointer:
             if _open.get(self._place.url) is self:
                 del _open[self._place.url]
         if self._session is not None:
-            self._session.close(flush=flush)
+            self._session.close(flush=flush, keep=keep)
         elif self._tier is not None:
             self._tier.close(remove=False)
 
@@ -199,7 +203,7 @@ class Checkpointer:
             self.close()
             return
         try:
-            self.close()
+            self._close(flush=True, keep=True)
         except EverstepError as second:
             log.error("everstep: closing after %s failed too: %s", type(error).__name__, second)
 
@@ -343,6 +347,7 @@ def _drain(ref: weakref.ref[Checkpointer]) -> None:
     if checkpointer is None or checkpointer._closed or os.getpid() != checkpointer._pid:
         return
     try:
-        checkpointer.close()
+        # An unhandled exception was printed before exit handlers run: such a script is likely to be started again.
+        checkpointer._close(flush=True, keep=getattr(sys, "last_value", None) is not None)
     except EverstepError as error:
         print(f"everstep: the last snapshot did not become durable: {error}", file=sys.stderr)

@@ -133,9 +133,9 @@ class Session:
             "agent": self._client.status(),
         }
 
-    def close(self, *, flush: bool) -> None:
+    def close(self, *, flush: bool, keep: bool = False) -> None:
         """Make the newest snapshot durable (``flush``), say good-bye, let go of the arena. Raises what went wrong;
-        the arena then stays, and so does what it holds."""
+        the arena then stays, and so does what it holds. ``keep``: it stays anyhow."""
         safe = False
         try:
             self._snapshots.settle(self._policy.slot_timeout_s)
@@ -154,7 +154,7 @@ class Session:
             self._snapshots.close()
             self._client.bye(timeout_s=GOODBYE_TIMEOUT_S)
             self._client.close()
-            self._tier.close(remove=safe)
+            self._tier.close(remove=safe and not keep)
 
     # -- inner parts
 

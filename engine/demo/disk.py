@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,11 @@ from ..memory.directory import arena_dir
 from ..places import locate
 from ..store.blocking import run_blocking
 from ..store.catalog import list_steps, read_decision
+from ..store.findings import Severity
+from ..store.fsck import check
 from ..store.runs import read_incarnations
+
+MEMORY = Path("/dev/shm")
 
 Checkpoint = tuple[int, int]
 """(incarnation, step)."""
@@ -82,9 +87,30 @@ async def _adoptions(root: Path) -> list[Checkpoint | None]:
     ]
 
 
+def damage(root: Path) -> list[str]:
+    """What a full check of the run finds damaged, or cannot tell."""
+    return run_blocking(_damage(root))
+
+
+async def _damage(root: Path) -> list[str]:
+    backend = open_backend(str(root))
+    try:
+        bad = (Severity.DAMAGE, Severity.CANNOT_TELL)
+        return [finding.message async for finding in check(backend) if finding.severity in bad]
+    finally:
+        await backend.close()
+
+
+def forget_memory(root: Path) -> None:
+    """Remove the run's arenas and their directory: nobody goes on from them."""
+    wipe_memory(root)
+    with contextlib.suppress(OSError):
+        arena_dir(MEMORY, locate(root).run_key).rmdir()
+
+
 def wipe_memory(root: Path) -> int:
     """Remove the run's arenas on this node, as the loss of the node would; how many there were."""
-    directory = arena_dir(Path("/dev/shm"), locate(root).run_key)
+    directory = arena_dir(MEMORY, locate(root).run_key)
     arenas = [path for path in directory.iterdir() if path.is_file()]
     for path in arenas:
         path.unlink()

@@ -1,0 +1,100 @@
+"""``everstep ls``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from cli_kit import LATER_STEP, MADE_STEPS, arena_with_snapshot, bare_run, everstep, incarnation, manifest
+from everstep.format import names
+from everstep.format.manifest import Tombstone, encode_decision
+
+MANY = 1000
+MANY_CPU_S_MAX = 1.0
+
+
+def test_lists_what_a_load_may_take(made_run: Path) -> None:
+    found = everstep("ls", made_run, "--json").json
+    listed = {(c["incarnation"], c["step"]): c["in_lineage"] for c in found["checkpoints"]}
+    assert listed == {(1, 1): True, (1, 2): True, (1, 3): False, (1, 4): False, (2, 5): True}
+    assert found["newest"] == LATER_STEP
+    newest = found["checkpoints"][-1]
+    assert (newest["kind"], newest["world"]) == ("full", 1)
+    assert newest["metrics"] == {"loss": 1 / LATER_STEP, "worst": "nan"}
+    stored = sum(p.stat().st_size for p in Path(made_run, "checkpoints", "000000005").rglob("rank-*[!e]"))
+    assert 0 < newest["nbytes"] <= stored
+
+
+def test_table_for_people(made_run: Path) -> None:
+    said = everstep("ls", made_run, "--metrics")
+    lines = said.out.splitlines()
+    assert lines[0].split()[:3] == ["step", "incarnation", "world"]
+    assert len(lines) == 1 + len(MADE_STEPS) + 1
+    assert "loss=0.2, worst=nan" in lines[-1]
+
+
+def test_what_is_not_committed_is_no_checkpoint(tmp_path: Path) -> None:
+    root = bare_run(tmp_path / "run", incarnation(1), manifests=[manifest(1, 1), manifest(2, 1)])
+    (root / names.attempt_dir(3, 1, 1)).mkdir(parents=True)
+    (root / names.decision(2, 1, 2)).write_bytes(encode_decision(Tombstone(2, 1, 2, "retention")))
+    found = everstep("ls", root, "--json").json
+    assert [c["step"] for c in found["checkpoints"]] == [1]
+    assert found["undecided"] == [{"step": 3, "incarnation": 1}]
+    assert found["removing"] == [{"step": 2, "incarnation": 1}]
+    assert "1 flush was begun" in everstep("ls", root).out
+
+
+def test_a_damaged_manifest_is_told_and_hides_nothing_else(run: Path) -> None:
+    bad = run / names.decision(1, 1, 1)
+    bad.write_bytes(bad.read_bytes()[:-9])
+    said = everstep("ls", run, "--json")
+    assert said.code == 1
+    assert "000000001/0001" in said.err
+    assert len(said.json["checkpoints"]) == len(MADE_STEPS)
+    assert len(said.json["unreadable"]) == 1
+
+
+def test_a_thousand_checkpoints_in_a_second(tmp_path: Path) -> None:
+    steps = [manifest(step, 1, world=2) for step in range(10, 10 * MANY + 1, 10)]
+    root = bare_run(tmp_path / "run", incarnation(1), manifests=steps)
+    said = min((everstep("ls", root, "--json") for _ in range(3)), key=lambda said: said.cpu_s)
+    assert len(said.json["checkpoints"]) == MANY
+    assert said.cpu_s < MANY_CPU_S_MAX
+
+
+def test_snapshots_in_memory_are_listed(tmp_path: Path) -> None:
+    root = bare_run(tmp_path / "run", incarnation(1), manifests=[manifest(1, 1)])
+    memory = tmp_path / "memory"
+    arena = arena_with_snapshot(memory, root, step=7)
+    try:
+        found = everstep("ls", root, "--memory", memory, "--json").json["memory"]
+        assert [(s["incarnation"], s["step"], s["rank"], s["in_use"]) for s in found] == [(1, 7, 0, True)]
+        assert "in this node's memory" in everstep("ls", root, "--memory", memory).out
+    finally:
+        arena.close()
+
+
+def test_looking_makes_nothing(tmp_path: Path) -> None:
+    root = bare_run(tmp_path / "run", incarnation(1), manifests=[])
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    assert "no checkpoint" in everstep("ls", root, "--memory", memory).out
+    assert os.listdir(memory) == []
+
+
+@pytest.mark.parametrize(
+    ("root", "said"),
+    [("nowhere", "is not a run"), ("s3://bucket/run", "supported"), ("file", "a file")],
+)
+def test_errors_are_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("not a directory")
+    answer = everstep("ls", root, "--json")
+    assert answer.code == 1
+    assert said in answer.err
+    assert answer.err.startswith("error: ")
+    assert "Traceback" not in answer.err
+    assert answer.json["error"]["message"]
