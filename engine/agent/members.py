@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.errors import AgentError, EverstepError, RunInUse
 from everstep.memory.arena import Arena
+from everstep.memory.mapping import close_file
 from everstep.memory.process import Process
 from everstep.memory.slots import SnapshotInfo
 
@@ -159,18 +162,19 @@ class Members:
 
 
 def open_arena(path: str, fd: int | None, *, rank: int, run_key: str, known: Arena | None) -> Arena:
-    """The trainer's arena, mapped, and checked to be that rank's of this run. ``known`` is taken again if
-    it is the same file. May wait for the arena's lock for some seconds. Raises AgentError, Damaged,
-    UnknownFormat."""
+    """The trainer's arena, mapped, and checked to be that rank's of this run; ``known`` itself if it is that
+    file. It lets go of its file when nothing refers to it any more. May wait for the arena's lock for some
+    seconds. Raises AgentError, Damaged, UnknownFormat."""
     try:
-        if known is not None and path and known.info.path == Path(path) and Path(path).exists():
-            arena = known
-        else:
-            arena = Arena.attach_fd(fd) if fd is not None else Arena.attach(Path(path))
+        if known is not None and _is_open_as(known, path, fd):
+            return known
+        arena = Arena.attach_fd(fd) if fd is not None else Arena.attach(Path(path))
+        # Members, jobs and others share it, so that nobody can close it for all of them.
+        weakref.finalize(arena, close_file, arena.fileno())
         info = arena.info
-    except EverstepError:
-        raise
     except OSError as error:
+        if isinstance(error, EverstepError):
+            raise
         raise AgentError(
             "the arena cannot be opened", found=f"{path or 'memfd'}: {error}", rank=rank
         ) from None
@@ -181,6 +185,11 @@ def open_arena(path: str, fd: int | None, *, rank: int, run_key: str, known: Are
             expected=f"rank {rank} of {run_key}",
         )
     return arena
+
+
+def _is_open_as(arena: Arena, path: str, fd: int | None) -> bool:
+    theirs = os.fstat(fd) if fd is not None else os.stat(path)
+    return os.path.samestat(os.fstat(arena.fileno()), theirs)
 
 
 def find_snapshot(arena: Arena, incarnation: int, step: int) -> SnapshotInfo | None:

@@ -48,10 +48,12 @@ ATTEMPTS_MAX = 1000
 
 @dataclass
 class Job:
-    """One rank's part. ``pinned`` is None once its vote is there (the bytes are durable)."""
+    """One rank's part. ``pinned`` is None once its vote is there (the bytes are durable); ``pin`` made it,
+    and keeps the arena open."""
 
     entry: JobEntry
-    pinned: Pinned | None
+    pin: Callable[[], Pinned]
+    pinned: Pinned | None = None
     accepted: float = field(default_factory=time.monotonic)
 
 
@@ -138,11 +140,11 @@ class Pipeline:
         if entry.rank in flush.jobs:
             self._say(flush, "queued", rank=entry.rank)
             return
-        job = flush.jobs[entry.rank] = Job(entry, None)  # the flush's end lets go of its pin and its entry
+        job = flush.jobs[entry.rank] = Job(entry, pin)  # the flush's end lets go of its pin and its entry
         try:
             self._check_room(entry)
             if entry.stage != VOTED:
-                await self._pin(flush, job, pin)
+                await self._pin(flush, job)
             if flush.ending is None:
                 await self._owner.remember(job.entry)
         except Exception as error:
@@ -228,9 +230,9 @@ class Pipeline:
                 return None
         return self._flush_for(entry.incarnation, entry.step, entry.attempt, entry.world)
 
-    async def _pin(self, flush: Flush, job: Job, pin: Callable[[], Pinned]) -> None:
+    async def _pin(self, flush: Flush, job: Job) -> None:
         """Pin the job's slot, in a thread: a stopped trainer may hold the arena's lock for some seconds."""
-        pinned: Pinned | None = await asyncio.to_thread(pin)
+        pinned: Pinned | None = await asyncio.to_thread(job.pin)
         assert pinned is not None
         try:
             job.entry = _checked(job.entry, pinned)

@@ -182,7 +182,7 @@ class Service:
             elif not entry.arena and Process(*entry.process).alive():
                 await self.forget([entry])  # its trainer has the arena, and will ask again
             else:
-                await self._pipeline.add(entry, functools.partial(self._pin_again, entry))
+                await self._pipeline.add(entry, functools.partial(self._pin_again, entry, []))
 
     async def _run_in_spite_of_storage(self) -> RunRecord:
         """The run, waiting some minutes for storage that does not answer; jobs stay in the journal
@@ -197,14 +197,16 @@ class Service:
                 await asyncio.sleep(RESUME_PAUSE_S)
         raise AssertionError("unreachable")
 
-    def _pin_again(self, entry: JobEntry) -> Pinned:
-        """Pin a journaled job's slot, in a thread. SlotGone, AgentError if it cannot be found any more."""
+    def _pin_again(self, entry: JobEntry, opened: list[Arena]) -> Pinned:
+        """Pin a journaled job's slot, in a thread; ``opened`` keeps the arena open. SlotGone, AgentError if
+        it cannot be found any more."""
         if not entry.arena:
             raise AgentError(
                 f"the snapshot of step {entry.step} of rank {entry.rank} went with the former agent",
                 expected="an arena in a file, which outlives its processes",
             )
         arena = self._arena_of(entry.arena, None, entry.rank)
+        opened.append(arena)
         return arena.pin(entry.slot, entry.generation, purpose=Purpose.FLUSH)
 
     # -- requests

@@ -15,9 +15,10 @@ from everstep.memory.process import Process
 
 Start = Callable[..., TrainerProcess]
 
-POINTS = ["agent.accepted", "flush.image.first", "vote.after", "manifest.after", "agent.settled"]
+POINTS = ["agent.accepted", "flush.image.first", "vote.after", "manifest.after"]
 MORE_POINTS = [
     "agent.begun",
+    "agent.settled",
     "flush.image.done",
     "vote.before",
     "agent.voted",
@@ -25,14 +26,13 @@ MORE_POINTS = [
     "manifest.before",
     "agent.committed",
     "agent.rotate.before",
-    "create.before",
     "fsync.before",
     "fsync.after",
     "link.before",
     "link.after",
     "rename.before",
     "rename.after",
-    "fsync_dir.before",
+    "fsyncdir.before",
 ]
 
 
@@ -61,7 +61,7 @@ def test_agent_killed_at(place: Place, monkeypatch: pytest.MonkeyPatch, point: s
         trainer.agent.bye(timeout_s=10)
 
 
-@pytest.mark.parametrize("point", ["agent.accepted", "vote.after"])
+@pytest.mark.parametrize("point", ["agent.accepted", pytest.param("vote.after", marks=pytest.mark.long)])
 def test_the_journal_alone_goes_on(place: Place, start: Start, point: str) -> None:
     """Agent and trainers die; an agent that nobody talks to finishes step 3, and W on top of it."""
     place.incarnation(world=1)
@@ -226,6 +226,34 @@ def test_an_agent_that_is_lost_again_and_again_is_given_up(
     assert [n.stage for n in trainer.agent.poll()] == ["failed"]
     assert trainer.verdict(2, 0.1).stage == "failed"
     trainer.agent.bye(timeout_s=1)
+
+
+def test_an_agent_whose_place_was_cleaned_makes_room(place: Place) -> None:
+    """Someone empties the runtime directory (a cleaner of temporary files): trainers find a new agent."""
+    place.incarnation(world=1)
+    trainer = Trainer.make(place).connect()
+    agent = place.agent()
+    assert agent is not None
+    for name in ("agent.sock", "agent.lock"):
+        (place.settings.runtime_dir / name).unlink()
+    until(lambda: not agent.alive(), "the end of the agent that nobody can find")
+    trainer.save(1)
+    assert trainer.verdict(1).stage == "committed"
+    trainer.agent.bye(timeout_s=10)
+
+
+def test_an_arena_without_a_path_survives_the_agent_through_its_trainer(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.incarnation(world=1)
+    monkeypatch.setenv("EVERSTEP_AGENT_POINTS", "kill:flush.image.first")
+    trainer = Trainer.make(place, memfd=True).connect()
+    monkeypatch.delenv("EVERSTEP_AGENT_POINTS")
+    trainer.save(1)
+    assert trainer.verdict(1).stage == "committed"
+    assert trainer.agent.status()["epoch"] == 2
+    place.check(1, 1, world=1)
+    trainer.agent.bye(timeout_s=10)
 
 
 def test_sigterm_ends_an_agent_only_after_its_work(place: Place, start: Start) -> None:

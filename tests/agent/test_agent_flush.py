@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import time
 from collections.abc import Callable
@@ -181,6 +182,33 @@ def test_giving_up_is_one_verdict_for_all(place: Place) -> None:
     assert isinstance(error, SaveAbandoned) and "a newer step is wanted" in str(error)
     for trainer in ranks:
         trainer.agent.bye(timeout_s=10)
+
+
+def test_a_rank_that_cannot_take_part_gives_up_for_all(place: Place) -> None:
+    """It never asked for the step itself."""
+    place.incarnation(world=2)
+    ranks = [Trainer.make(place, rank, 2).connect() for rank in range(2)]
+    ranks[0].save(4)
+    ranks[1].agent.give_up(4, "no snapshot here")
+    assert ranks[0].verdict(4).stage == "abandoned"
+    assert place.decisions(4) == ["abort"]
+    for trainer in ranks:
+        trainer.agent.bye(timeout_s=10)
+
+
+def test_what_happened_is_in_the_runs_events(place: Place) -> None:
+    place.incarnation()
+    trainer = Trainer.make(place).connect()
+    agent = place.agent()
+    assert agent is not None
+    trainer.save(1)
+    trainer.verdict(1)
+    trainer.agent.bye(timeout_s=10)
+    until(lambda: not agent.alive(), "the agent's end")
+    (events,) = (Path(place.settings.root) / "events").glob("*.jsonl")
+    happened = [json.loads(line) for line in events.read_text().splitlines()]
+    assert [(one["kind"], one["step"]) for one in happened] == [("voted", 1), ("committed", 1)]
+    assert happened[0]["nbytes"] > 0 and happened[0]["rank"] == 0
 
 
 def test_a_slot_that_was_reused_fails_the_flush(place: Place) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -203,27 +204,80 @@ def test_arenas_with_a_path_are_named(place: Place) -> None:
     trainer.agent.bye(timeout_s=10)
 
 
-@pytest.mark.parametrize(
-    "bytes_sent",
-    [
+def test_hostile_peers_are_hung_up_on_and_harm_nobody(place: Place) -> None:
+    place.incarnation()
+    trainer = Trainer.make(place).connect()
+    ping = protocol.encode(protocol.Ping(1))
+    knock = protocol.encode(protocol.Knock(protocol.PROTOCOL))
+    register = protocol.encode(
+        protocol.Register(
+            {}, "x", 0, 1, 1, None, os.getpid(), 0, "", ""
+        )  # announces a descriptor; none comes
+    )
+    framed = [struct.pack(">I", len(one)) + one for one in (ping, knock, register)]
+    sent = [
         b"\xff\xff\xff\xff",
         struct.pack(">I", 5) + b"hello",
         struct.pack(">I", 4 << 20),
-        struct.pack(">I", 2) + protocol.encode(protocol.Ping(1))[:2],
-    ],
-)
-def test_a_hostile_peer_is_hung_up_on_and_harms_nobody(place: Place, bytes_sent: bytes) -> None:
-    place.incarnation()
-    trainer = Trainer.make(place).connect()
-    hostile = socket.socket(socket.AF_UNIX)
-    hostile.settimeout(10)
-    hostile.connect(str(place.settings.runtime_dir / places.SOCKET))
-    hostile.sendall(bytes_sent)
-    while hostile.recv(4096):
-        pass
-    hostile.close()
+        framed[0],
+        struct.pack(">I", 2) + ping[:2],
+        framed[1] + framed[2],
+        framed[1] + struct.pack(">I", 3) + b"\xc1\xc1\xc1",
+    ]
+    for some in sent:
+        with socket.socket(socket.AF_UNIX) as hostile:
+            hostile.settimeout(10)
+            hostile.connect(str(place.settings.runtime_dir / places.SOCKET))
+            hostile.sendall(some)
+            while hostile.recv(4096):
+                pass
     trainer.save(1)
     assert trainer.verdict(1).stage == "committed"
+    assert trainer.agent.status()["epoch"] == 1
+    trainer.agent.bye(timeout_s=10)
+
+
+def test_descriptors_do_not_gather_in_the_agent(place: Place) -> None:
+    place.incarnation()
+    trainer = Trainer.make(place, memfd=True).connect()
+    agent = place.agent()
+    assert agent is not None
+    trainer.save(1)
+    assert trainer.verdict(1).stage == "committed"
+
+    def held_open() -> int:
+        paths = []
+        for path in Path(f"/proc/{agent.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                paths.append(os.readlink(path))
+        return sum(path.startswith(("/memfd", "socket:", "anon_inode:[pidfd]")) for path in paths)
+
+    before = held_open()
+    for step in range(2, 12):
+        trainer.agent.close()
+        trainer.connect()
+        for held in fetch_arenas(place.settings):
+            assert held.fd is not None
+            os.close(held.fd)
+        trainer.save(step)
+        assert trainer.verdict(step).stage == "committed"
+    until(lambda: held_open() <= before, "closed descriptors")
+    trainer.agent.bye(timeout_s=10)
+
+
+def test_a_rank_may_move_to_another_arena(place: Place) -> None:
+    place.incarnation()
+    trainer = Trainer.make(place).connect()
+    trainer.save(1)
+    assert trainer.verdict(1).stage == "committed"
+    trainer.arena = Trainer.make(place).arena
+    path = trainer.arena.info.path
+    assert path is not None
+    trainer.agent.rearm(path)
+    trainer.save(2)
+    assert trainer.verdict(2).stage == "committed"
+    place.check(1, 2, world=1)
+    assert [held.path for held in fetch_arenas(place.settings)] == [path]
     trainer.agent.bye(timeout_s=10)
 
 
