@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
-from .agent.client import fetch_arenas
+from .agent.client import HeldArena, fetch_arenas
 from .backends.api import Backend
 from .backends.open import open_backend
 from .config import config_hash, plain_config
@@ -236,9 +237,16 @@ class Checkpointer:
 
     def _kept_by_agent(self) -> list[Arena]:
         """Arenas without a path that a former process of this node left with the agent."""
-        if self._agent != "process" or not self._place.runtime_dir.is_dir():
-            return []
-        held = fetch_arenas(agent_settings(self._place, self._policy, CHUNK_BYTES))
+        with contextlib.suppress(EverstepError):
+            run = find_run(self._backend)  # what is wrong with it, the loader says, to all ranks
+            if run is None or self._agent != "process" or not self._place.agent_dir(run.run_id).is_dir():
+                return []
+            settings = agent_settings(self._place, self._policy, run.run_id, run.chunk_bytes)
+            return self._attached(fetch_arenas(settings))
+        return []
+
+    @staticmethod
+    def _attached(held: list[HeldArena]) -> list[Arena]:
         arenas = []
         for one in held:
             if one.fd is not None:

@@ -25,7 +25,11 @@ class Place:
     url: str
     node: str
     run_key: str
-    runtime_dir: Path
+    runtime_base: Path
+
+    def agent_dir(self, run_id: str) -> Path:
+        """Private directory of the run's agent on this node: lock, socket, journal, log."""
+        return self.runtime_base / f"{self.run_key}-{run_id[:12]}"
 
 
 def locate(root: str | os.PathLike[str], *, node: str | None = None) -> Place:
@@ -42,4 +46,4 @@ def locate(root: str | os.PathLike[str], *, node: str | None = None) -> Place:
     name = node or os.environ.get("EVERSTEP_NODE") or socket.gethostname()
     key = hexdigest(f"{url}\0{name}".encode())[:16]
     base = Path(os.environ.get("EVERSTEP_RUNTIME_DIR") or RUNTIME_BASE)
-    return Place(url=url, node=name, run_key=key, runtime_dir=base / f"everstep-{os.getuid()}" / key)
+    return Place(url=url, node=name, run_key=key, runtime_base=base / f"everstep-{os.getuid()}")

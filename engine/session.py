@@ -233,17 +233,17 @@ class Session:
             process=Process.current(),
             arena=arena.info.path or arena.fileno(),
         )
-        settings = agent_settings(place, policy, run.chunk_bytes)
+        settings = agent_settings(place, policy, run.run_id, run.chunk_bytes)
         return AgentClient.connect(settings, hello, mode=agent, timeout_s=CONNECT_TIMEOUT_S)
 
 
-def agent_settings(place: Place, policy: Policy, chunk_bytes: int) -> AgentSettings:
-    """What this run tells its agent."""
+def agent_settings(place: Place, policy: Policy, run_id: str, chunk_bytes: int) -> AgentSettings:
+    """What this run tells its agent. A run that was made anew at the same root has another agent."""
     return AgentSettings(
         root=place.url,
         run_key=place.run_key,
         node=place.node,
-        runtime_dir=place.runtime_dir,
+        runtime_dir=place.agent_dir(run_id),
         rate_bytes_per_s=policy.rate_bytes_per_s,
         retention=Retention(keep_last=policy.keep_last, keep_every=policy.keep_every),
         linger_s=policy.linger_s,

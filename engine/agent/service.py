@@ -407,6 +407,11 @@ class Service:
             await self._pipeline.add(entry, self.pin_of(member, snapshot.index, snapshot.generation))
         return lost
 
+    def run_is_gone(self) -> None:
+        """The run was deleted, or replaced by another: there is nothing left to serve."""
+        log.error("the run under %s is gone; leaving", self.settings.root)
+        self.leave()
+
     def report(self, progress: Progress) -> None:
         """Tell every registered trainer, and the run's events."""
         for peer in list(self._registered):
