@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from everstep.memory.directory import arena_dir, clean
+from everstep.memory.process import Process
+from everstep.places import locate
+
 MIB = 1 << 20
-REPEATS_MAX = 1000
-SIZE_MIB_MAX = 1 << 20
+AGENT_DEATH_S = 10.0
 
 Step = Callable[[str], None]
 """Told what is being measured next (a progress bar's business)."""
@@ -106,18 +110,39 @@ def drop_caches(files: Iterable[Path]) -> str:
     return "posix_fadvise(DONTNEED) on each file, and /proc/sys/vm/drop_caches"
 
 
+def end_run(root: Path, agent_pid: int | None) -> None:
+    """End the agent of a run that is over (it would linger) and give the run's memory back."""
+    agent = Process.of(agent_pid) if agent_pid is not None else None
+    if agent is not None and agent != Process.current():
+        with suppress(ProcessLookupError):
+            os.kill(agent.pid, signal.SIGKILL)
+        agent.wait_dead(AGENT_DEATH_S)
+    arenas = arena_dir(Path("/dev/shm"), locate(root).run_key)
+    clean(arenas, keep=lambda info: False)
+    with suppress(OSError):
+        arenas.rmdir()
+
+
 @contextmanager
 def workspace(directory: Path | None) -> Iterator[Path]:
     """A fresh directory below ``directory`` (the current one, if None), removed afterwards; the agents' own
-    directory lies in it, too."""
-    with tempfile.TemporaryDirectory(prefix="everstep-bench-", dir=directory or Path.cwd()) as name:
-        before = os.environ.get("EVERSTEP_RUNTIME_DIR")
-        with tempfile.TemporaryDirectory(prefix="everstep-bench-", dir="/var/tmp") as runtime:
-            os.environ["EVERSTEP_RUNTIME_DIR"] = runtime
-            try:
-                yield Path(name)
-            finally:
-                if before is None:
-                    del os.environ["EVERSTEP_RUNTIME_DIR"]
-                else:
-                    os.environ["EVERSTEP_RUNTIME_DIR"] = before
+    directory is a temporary one meanwhile."""
+    with (
+        tempfile.TemporaryDirectory(prefix="everstep-bench-", dir=directory or Path.cwd()) as name,
+        tempfile.TemporaryDirectory(prefix="everstep-bench-", dir="/var/tmp") as runtime,
+        _environment("EVERSTEP_RUNTIME_DIR", runtime),
+    ):
+        yield Path(name)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import everstep
 
-from .common import MIB, Samples, Step, best, drop_caches, in_turn, machine, workspace
+from .common import MIB, Samples, Step, best, drop_caches, end_run, in_turn, machine, workspace
 from .floors import Buffer, raw_read, raw_write, read_room
 from .memory import PeakWatch, resident_bytes
 from .state import BenchState, require_equal
@@ -59,9 +61,19 @@ def run_save_load(size_mib: int, repeats: int, directory: Path | None, tell: Ste
         }
 
 
-def _open(root: Path) -> everstep.Checkpointer:
+@contextmanager
+def _opened(root: Path, trained: everstep.TrainState) -> Iterator[everstep.Checkpointer]:
+    """A new run with one durable checkpoint, of step 1: whatever comes once has been done."""
     policy = everstep.Policy(snapshot_every=None, full_every=None, keep_last=KEEP, linger_s=5.0)
-    return everstep.Checkpointer(root, memory=everstep.Memory(slots=3), policy=policy)
+    agent_pid = None
+    try:
+        with everstep.Checkpointer(root, memory=everstep.Memory(slots=3), policy=policy) as ckpt:
+            ckpt.load(trained)
+            ckpt.save(1, trained).wait()
+            agent_pid = ckpt.agent_pid
+            yield ckpt
+    finally:
+        end_run(root, agent_pid)
 
 
 class _Saves:
@@ -71,44 +83,47 @@ class _Saves:
         self.call, self.flush = Samples(), Samples()
         self.floors = {"buffered": Samples(), "direct": Samples()}
         self._state, self._trained, self._root, self._raw = state, trained, root, raw
-        self._step = 0
+        self._step = 1
 
     def run(self, repeats: int, tell: Step) -> None:
         buffer = Buffer(self._state.nbytes)
         self._raw.mkdir()
-        with _open(self._root) as ckpt:
-            ckpt.load(self._trained)
-            self._save(ckpt, counted=False)
+        with _opened(self._root, self._trained) as ckpt:
             for turn in range(repeats):
                 tell(f"save {turn + 1}")
                 self._state.change()
                 in_turn(
                     turn,
                     [
-                        lambda: self._save(ckpt, counted=True),
+                        lambda: self._save(ckpt),
                         lambda: self._raw_write(buffer, direct=True),
                         lambda: self._raw_write(buffer, direct=False),
                     ],
                 )
 
-    def _save(self, ckpt: everstep.Checkpointer, *, counted: bool) -> None:
+    def _save(self, ckpt: everstep.Checkpointer) -> None:
         self._step += 1
-        call, flush = (self.call, self.flush) if counted else (Samples(), Samples())
         handles: list[everstep.SaveHandle] = []
-        call.time(lambda: handles.append(ckpt.save(self._step, self._trained)))
-        flush.time(handles[0].wait)
+        self.call.time(lambda: handles.append(ckpt.save(self._step, self._trained)))
+        self.flush.time(handles[0].wait)
         self._await_rotation()
 
     def _await_rotation(self) -> None:
         """Deleting old checkpoints must not run beside the next measurement."""
         end = time.monotonic() + QUIET_S
-        while len(os.listdir(self._root / "checkpoints")) > KEEP and time.monotonic() < end:
+        while len(_with_images(self._root)) > KEEP and time.monotonic() < end:
             time.sleep(POLL_S)
 
     def _raw_write(self, buffer: Buffer, *, direct: bool) -> None:
         path = self._raw / "file"
         self.floors["direct" if direct else "buffered"].time(lambda: raw_write(path, buffer, direct=direct))
         path.unlink()
+
+
+def _with_images(root: Path) -> list[Path]:
+    """The directories of the steps whose images are there (a removed step's tombstone stays for a while)."""
+    steps = {image.relative_to(root).parts[1] for image in (root / "checkpoints").rglob("*.safetensors")}
+    return sorted((root / "checkpoints" / step for step in steps), key=lambda path: int(path.name))
 
 
 class _Loads:
@@ -119,7 +134,7 @@ class _Loads:
         self.floors = {"buffered": Samples(), "direct_4_threads": Samples()}
         self.cold_by = ""
         self._state, self._trained, self._root = state, trained, root
-        newest = max((root / "checkpoints").iterdir(), key=lambda path: int(path.name))
+        newest = _with_images(root)[-1]
         self._files = sorted(
             path for path in newest.rglob("*") if path.suffix in (".safetensors", ".msgpack")
         )
@@ -155,18 +170,13 @@ def _peak(
     """Memory beyond the state and the slots: of trainer and agent together while saving, of a loader while
     loading. Looking costs time, so nothing is timed here."""
     tell("memory of a save")
-    ckpt = _open(root)
-    ckpt.load(trained)
-    ckpt.save(1, trained).wait()
-    pids = [os.getpid()]
-    if ckpt.agent_pid is not None and ckpt.agent_pid != os.getpid():
-        pids.append(ckpt.agent_pid)
-    with PeakWatch(pids) as saving:
-        state.change()
-        ckpt.save(2, trained).wait()
-    agent = resident_bytes(pids[-1]) if len(pids) > 1 else 0
-    expected = state.hashes()
-    ckpt.close()
+    with _opened(root, trained) as ckpt:
+        agents = [pid for pid in (ckpt.agent_pid,) if pid is not None and pid != os.getpid()]
+        with PeakWatch([os.getpid(), *agents]) as saving:
+            state.change()
+            ckpt.save(2, trained).wait()
+        agent = sum(resident_bytes(pid) for pid in agents)
+        expected = state.hashes()
     tell("memory of a load")
     state.scramble()
     with PeakWatch([os.getpid()]) as loading:

@@ -7,16 +7,19 @@ bytes; the last one is loaded back and compared before anything counts.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import everstep
 import torch
+from torch import Tensor
 
-from .common import MIB, Samples, Step, best, in_turn, machine, workspace
+from .common import MIB, Samples, Step, best, end_run, in_turn, machine, workspace
 from .floors import CopyFloor
-from .state import BenchState, hashes, require_equal
+from .state import BenchState, hashes, require_equal, scramble
 
 WARM_UP = 4
 """Snapshots before the first that counts: each slot is written once, and one again."""
@@ -59,9 +62,22 @@ def run_stall(size_mib: int, repeats: int, directory: Path | None, tell: Step) -
         }
 
 
-def _open(root: Path, copy: Any = "eager") -> everstep.Checkpointer:
+@contextmanager
+def _opened(
+    root: Path, trained: everstep.TrainState, copy: Literal["eager", "overlap"] = "eager"
+) -> Iterator[everstep.Checkpointer]:
+    """A new run with one durable checkpoint, of step 1: whatever comes once has been done."""
     policy = everstep.Policy(snapshot_every=1, full_every=None, linger_s=5.0)
-    return everstep.Checkpointer(root, memory=everstep.Memory(slots=3, copy=copy), policy=policy)
+    ckpt = everstep.Checkpointer(root, memory=everstep.Memory(slots=3, copy=copy), policy=policy)
+    agent_pid = None
+    try:
+        ckpt.load(trained)
+        ckpt.save(1, trained).wait()
+        agent_pid = ckpt.agent_pid
+        yield ckpt
+    finally:
+        ckpt.close(flush=False)
+        end_run(root, agent_pid)
 
 
 def _train_state(state: BenchState) -> everstep.TrainState:
@@ -76,8 +92,7 @@ def _eager(
     floor = CopyFloor(state.tensors)
     floors = {"fused_copy": Samples(), "copy_one_by_one": Samples()}
     eager = Samples()
-    ckpt = _open(root)
-    try:
+    with _opened(root, trained) as ckpt:
         step = _warm_up(ckpt, state, trained)
         floor.fused()
         for turn in range(repeats):
@@ -92,16 +107,12 @@ def _eager(
                     partial(eager.time, ckpt.step, step, trained),
                 ],
             )
-        _check(ckpt, root, state, trained, step)
-    finally:
-        ckpt.close(flush=False)
+        _check(root, step, trained, state.tensors)
     return eager, best(*floors.values()), floors
 
 
 def _warm_up(ckpt: everstep.Checkpointer, state: BenchState, trained: everstep.TrainState) -> int:
-    """The first snapshot reserves and lays out, and is flushed; the next ones touch every slot."""
-    ckpt.load(trained)
-    ckpt.save(1, trained).wait()
+    """Snapshots into every slot, and into one again; the last one's step."""
     for step in range(2, 2 + WARM_UP):
         state.change()
         ckpt.step(step, trained)
@@ -109,14 +120,12 @@ def _warm_up(ckpt: everstep.Checkpointer, state: BenchState, trained: everstep.T
     return 1 + WARM_UP
 
 
-def _check(
-    ckpt: everstep.Checkpointer, root: Path, state: BenchState, trained: everstep.TrainState, step: int
-) -> None:
+def _check(root: Path, step: int, trained: everstep.TrainState, tensors: Sequence[Tensor]) -> None:
     """Load ``step`` back, which lies in memory only, over scrambled tensors."""
-    expected = state.hashes()
-    state.scramble()
+    expected = hashes(tensors)
+    scramble(tensors)
     everstep.load(root, step=step, into=trained)
-    require_equal(state.hashes(), expected, f"the snapshot of step {step}")
+    require_equal(hashes(tensors), expected, f"the snapshot of step {step}")
 
 
 def _overlap(state: BenchState, repeats: int, root: Path, eager_s: float, tell: Step) -> dict[str, Samples]:
@@ -125,8 +134,7 @@ def _overlap(state: BenchState, repeats: int, root: Path, eager_s: float, tell: 
     trained = _train_state(state)
     compute = _Compute(eager_s * COMPUTE_RATIO)
     found = {name: Samples() for name in ("call", "wait", "compute", "alone")}
-    ckpt = _open(root, copy="overlap")
-    try:
+    with _opened(root, trained, "overlap") as ckpt:
         step = _warm_up(ckpt, state, trained)
         for turn in range(repeats):
             tell(f"overlapped snapshot {turn + 1}")
@@ -136,9 +144,7 @@ def _overlap(state: BenchState, repeats: int, root: Path, eager_s: float, tell: 
             found["call"].time(ckpt.step, step, trained)
             found["compute"].time(compute.run)
             found["wait"].time(state.optimizer.step)
-        _check(ckpt, root, state, trained, step)
-    finally:
-        ckpt.close(flush=False)
+        _check(root, step, trained, state.tensors)
     return found
 
 
@@ -168,10 +174,7 @@ def _small(repeats: int, root: Path, tell: Step) -> Samples:
     tensors = {f"t{i}": torch.rand(SMALL_BYTES // 4) for i in range(SMALL_COUNT)}
     trained = everstep.TrainState(rng=False, small=tensors)
     samples = Samples()
-    ckpt = _open(root)
-    try:
-        ckpt.load(trained)
-        ckpt.save(1, trained).wait()
+    with _opened(root, trained) as ckpt:
         for step in range(2, 2 + WARM_UP):
             ckpt.step(step, trained)
         for turn in range(repeats):
@@ -179,12 +182,7 @@ def _small(repeats: int, root: Path, tell: Step) -> Samples:
             torch._foreach_add_(list(tensors.values()), 1)
             step += 1
             samples.time(ckpt.step, step, trained)
-        expected = hashes(list(tensors.values()))
-        torch._foreach_zero_(list(tensors.values()))
-        everstep.load(root, step=step, into=trained)
-        require_equal(hashes(list(tensors.values())), expected, "the snapshot of small tensors")
-    finally:
-        ckpt.close(flush=False)
+        _check(root, step, trained, list(tensors.values()))
     return samples
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,17 +56,22 @@ class BenchState:
                 tensor.view(-1)[:1].add_(1)
 
     def scramble(self) -> None:
-        """Overwrite everything, so that what is not restored is noticed."""
-        with torch.no_grad():
-            for tensor in self.tensors:
-                tensor.fill_(-7)
+        """See :func:`scramble`."""
+        scramble(self.tensors)
 
     def hashes(self) -> list[str]:
         """A hash of each tensor's bytes."""
         return hashes(self.tensors)
 
 
-def hashes(tensors: list[Tensor]) -> list[str]:
+def scramble(tensors: Sequence[Tensor]) -> None:
+    """Overwrite everything, so that what is not restored is noticed."""
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.fill_(-7)
+
+
+def hashes(tensors: Sequence[Tensor]) -> list[str]:
     """xxh3-128 of each tensor's bytes."""
     return [xxhash.xxh3_128_hexdigest(t.detach().reshape(-1).view(torch.uint8).numpy().data) for t in tensors]
 

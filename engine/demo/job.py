@@ -25,6 +25,8 @@ WAIT_S = 120.0
 DEATH_S = 20.0
 LOG_TAIL_LINES = 25
 RESTARTS_MAX = 3
+STEP_SECONDS_MIN = 0.04
+"""On a fast machine the job would be over before it could be killed half way."""
 
 
 class JobFailed(EverstepError):
@@ -64,6 +66,7 @@ class Job:
             "--flush-every",
             str(flush_every),
         ]
+        arguments += ["--step-seconds", str(STEP_SECONDS_MIN)]
         if rate_bytes_per_s is not None:
             arguments += ["--rate", str(rate_bytes_per_s)]
         with log.open("wb") as stream:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import BadOption
 from .compare import Comparison, compare_ends, compare_losses
-from .disk import Checkpoint, adoptions, forget_memory, look, wipe_memory, written_files
+from .disk import Checkpoint, adoptions, damage, forget_memory, look, wipe_memory, written_files
 from .job import Job, JobFailed
 from .journal import Life, read_lives
 

@@ -10,6 +10,7 @@ only.
 from __future__ import annotations
 
 import argparse
+import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -47,12 +48,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Places:
-    """Where things lie, and how often and how fast a checkpoint goes to disk (these decide no numbers)."""
+    """Where things lie, and how fast they go. None of it decides a number."""
 
     root: Path
     out: Path
     flush_every: int
     rate_bytes_per_s: float | None
+    step_seconds_min: float = 0.0
 
 
 def train(settings: Settings, places: Places) -> None:
@@ -89,7 +91,7 @@ def train(settings: Settings, places: Places) -> None:
 
     # everstep 1: say what the state is, once.
     state = everstep.TrainState(
-        model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, rng=True
+        model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, rng=True, data="stream"
     )
     # everstep 2: open the run. Every step goes to memory, every flush_every-th to disk.
     policy = everstep.Policy(
@@ -103,6 +105,7 @@ def train(settings: Settings, places: Places) -> None:
         start = ckpt.load(state) or 0
         _note_start(journal, ckpt.recovery, start)
         for step in range(start + 1, settings.steps + 1):
+            began = time.monotonic()
             loss = model(next(loader))
             loss.backward()
             optimizer.step()
@@ -111,6 +114,7 @@ def train(settings: Settings, places: Places) -> None:
             # everstep 4: hand over the step.
             ckpt.step(step, state, metrics={"loss": loss.item()})
             journal.stepped(step, loss.item(), ckpt.agent_pid)
+            time.sleep(max(0.0, began + places.step_seconds_min - time.monotonic()))
     journal.ended(fingerprints({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}))
 
 
@@ -137,11 +141,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--rate", type=float, default=None, help="limit of the writes to disk, bytes per second"
     )
+    parser.add_argument("--step-seconds", type=float, default=0.0, help="a step takes at least this long")
     args = parser.parse_args(argv)
+    places = Places(args.root, args.out, args.flush_every, args.rate, args.step_seconds)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=RANK_TIMEOUT)
     try:
-        train(Settings(steps=args.steps), Places(args.root, args.out, args.flush_every, args.rate))
+        train(Settings(steps=args.steps), places)
     finally:
         dist.destroy_process_group()
 
