@@ -427,10 +427,9 @@ def decompress(data: bytes, name: str = "layout") -> bytes:
     if len(data) < _ENVELOPE_BYTES or not head.startswith(_MAGIC):
         raise Damaged("this is no layout", name=name, found=bytes(data[:8]), expected=_MAGIC)
     stored = data[len(head) : _ENVELOPE_BYTES]
-    if digest(head + frame) != stored:
-        raise Damaged(
-            "the layout's hash is wrong", name=name, found=hexdigest(head + frame), expected=stored.hex()
-        )
+    found = digest(head + frame)
+    if found != stored:
+        raise Damaged("the layout's hash is wrong", name=name, found=found.hex(), expected=stored.hex())
     nbytes = int.from_bytes(head[len(_MAGIC) :], "little")
     return inflate(frame, nbytes, LAYOUT_BYTES_MAX, name)
 

@@ -19,6 +19,7 @@ _HEAD = re.compile(
     rb'\{\n  "everstep": "([a-z][a-z0-9-]{0,31})",\n  "hash": "([a-z0-9-]{1,32}):([0-9a-f]{1,256})"'
 )
 _RESERVED = ("everstep", "hash", "format")
+_INT_CHARS_MAX = 20
 _LINE_CHARS = 100
 """A list or map that fits into a line of this length is written on one."""
 
@@ -77,7 +78,9 @@ def unseal_any(data: bytes, name: str, kinds: tuple[str, ...] | None = None) -> 
     if kinds is not None and kind not in kinds:
         raise Damaged("this is another kind of record", name=name, found=kind, expected=" or ".join(kinds))
     try:
-        record = json.loads(data.decode(), object_pairs_hook=_no_twins, parse_constant=_no_constant)
+        record = json.loads(
+            data.decode(), object_pairs_hook=_no_twins, parse_constant=_no_constant, parse_int=_int
+        )
     except (ValueError, RecursionError) as problem:
         raise Damaged("the record is no proper JSON", name=name, found=str(problem)) from None
     if not isinstance(record, dict) or record.get("everstep") != kind:
@@ -128,6 +131,12 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(record) != len(pairs):
         raise ValueError("a field twice")
     return record
+
+
+def _int(text: str) -> int:
+    if len(text) > _INT_CHARS_MAX:
+        raise ValueError("an integer over 64 bits without a tag")
+    return int(text)
 
 
 def _no_constant(text: str) -> Any:

@@ -41,7 +41,7 @@ def check_coverage(ranks: Sequence[Sequence[Entry]]) -> None:
                 problems.add(entry.part, entry.key, text)
             elif entry.image is not None:
                 stored.setdefault(name, []).append((rank, entry))
-    for name in private.keys() & first.keys():
+    for name in sorted(private.keys() & first.keys()):
         problems.add(
             *name, f"one tensor of the job on rank {first[name][0]}, rank {private[name]}'s own there"
         )

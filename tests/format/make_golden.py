@@ -1,7 +1,7 @@
 """Writes the golden files: ``python -m tests.format.make_golden DIRECTORY``, from the repository's root.
 
-They were written once by the release that introduced a format version and are never written again; every later
-release must read them. A new format version gets a directory of its own.
+They were written once, by the release that introduced a format version, and are never written again; every
+later release must read them. A new format version gets a directory of its own.
 """
 
 from __future__ import annotations

@@ -19,10 +19,7 @@ ESCAPED = ("model", "val/loss", "..", "", "Zoë", "a%b", "x" * 121)
 
 def blocks() -> dict[str, str]:
     """The fenced blocks of FORMAT.md that have a name, by name."""
-    return {
-        name: text
-        for name, text in re.findall(r"```(?:text|json|hex) (\w+)\n(.*?)\n```", PAGE.read_text(), re.S)
-    }
+    return dict(re.findall(r"```(?:text|json|hex) (\w+)\n(.*?)\n```", PAGE.read_text(), re.S))
 
 
 def hex_dump(data: bytes) -> str:
@@ -48,7 +45,7 @@ def example_names() -> str:
 
 
 def worked() -> dict[str, str]:
-    """What each named block must say. The vote's may differ by release of zstandard, but must mean the same."""
+    """What each named block says. The vote's may differ by release of zstandard, but must mean the same."""
     encoded = layout.encode(example_layout())
     vote = encode_vote(example_vote())
     return {

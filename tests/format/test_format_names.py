@@ -59,6 +59,9 @@ def test_long_texts_that_begin_alike_differ(head: str, tail: str) -> None:
 @given(NUMBERS, NUMBERS, st.integers(1, 10**18 - 1), NUMBERS, TEXTS)
 @example(10**12, 0, 1, 0, "model")
 @example(12000, 3, 1, 0, "state")
+@example(1, 1, 1, 1, "é" * 40)
+@example(1, 1, 1, 1, "x" + "é" * 40)
+@example(1, 1, 1, 1, "xx" + "é" * 40)
 def test_every_built_name_parses_to_its_numbers(
     step: int, incarnation: int, attempt: int, rank: int, text: str
 ) -> None:

@@ -200,6 +200,7 @@ HOSTILE = {
     "deep": head(', "x": ' + "[" * 100000 + "]" * 100000),
     "deep maps": head(', "x": ' + '{"a":' * 5000 + "1" + "}" * 5000),
     "digits": head(', "x": ' + "9" * 10000),
+    "more than 64 bits": head(', "x": ' + "9" * 21),
     "tag": head(', "x": "~what"'),
     "bad nan": head(', "x": "~nan:3ff0000000000000"'),
     "bad nan digits": head(', "x": "~nan:zzzzzzzzzzzzzzzz"'),

@@ -1,0 +1,132 @@
+"""Whether ranks together store everything once."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+
+import pytest
+from everstep.errors import StateMismatch
+from everstep.format.layout import Box, Entry, EntrySpec, Layout, Scope, build_layout
+from everstep.plan.coverage import check_coverage
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .tilings import points, random_box, random_shape, tiling
+
+
+def of(
+    *boxes: Box, key: str = "w", shape: tuple[int, ...] = (8,), dtype: str = "float32", **more: object
+) -> EntrySpec:
+    return EntrySpec("model", key, dtype, shape, boxes, **{"scope": Scope.GLOBAL, **more})  # type: ignore[arg-type]
+
+
+def check(*ranks: list[EntrySpec]) -> None:
+    check_coverage([build_layout(rank).entries for rank in ranks])
+
+
+FULL = Box((0,), (8,))
+LEFT, RIGHT = Box((0,), (4,)), Box((4,), (4,))
+
+
+def test_good_jobs_pass() -> None:
+    check([])
+    check([of(FULL)])
+    check([of(FULL)], [of(FULL, stored=False)])
+    check([of(LEFT)], [of(RIGHT)])
+    check([of(LEFT, RIGHT)], [])
+    check([of(FULL)], [of(FULL, key="other stage")])
+    check([of(shape=())], [of(Box((), ()), shape=())])
+    check([of(Box((0, 0), (0, 3)), shape=(0, 3))])
+    private = EntrySpec("model", "rng", "uint8", (3,), (Box.full((3,)),))
+    check([private], [private])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "texts"),
+    [
+        ([[of(FULL, stored=False)], [of(FULL, stored=False)]], ["model/w: stored by no rank"]),
+        ([[of(FULL)], [of(FULL)]], ["element (0,)", "stored 2 times, by ranks [0, 1]"]),
+        ([[of(LEFT)], [of(Box((5,), (3,)))]], ["element (4,) of shape (8,) is stored by no rank"]),
+        ([[of(LEFT)], [of(Box((3,), (5,)))]], ["element (3,)", "by ranks [0, 1]"]),
+        ([[of(LEFT)], [of(RIGHT, dtype="float16")]], ["float32[8] on rank 0, float16[8] on rank 1"]),
+        ([[of(LEFT)], [of(RIGHT, shape=(9,))]], ["float32[8] on rank 0, float32[9] on rank 1"]),
+        ([[of(shape=(0,))], []], ["stored by no rank"]),
+        ([[of(FULL)], [of(FULL, scope=Scope.RANK)]], ["one tensor of the job on rank 0, rank 1's own"]),
+        (
+            [[of(FULL, key="a"), of(FULL, key="b")], [of(FULL, key="a"), of(LEFT, key="b")]],
+            ["model/a", "model/b"],
+        ),
+    ],
+)
+def test_bad_jobs_are_named(ranks: list[list[EntrySpec]], texts: list[str]) -> None:
+    with pytest.raises(StateMismatch) as caught:
+        check(*ranks)
+    for text in texts:
+        assert text in str(caught.value)
+    assert caught.value.keys[0].startswith("model/")
+    assert caught.value.count >= 1
+
+
+def test_very_many_problems_make_a_short_message() -> None:
+    with pytest.raises(StateMismatch) as caught:
+        check([of(FULL, key=f"w{i}", stored=False) for i in range(1000)])
+    assert caught.value.count == 1000
+    assert len(str(caught.value)) < 2000 and "and 980 more" in str(caught.value)
+
+
+def test_boxes_that_no_layout_would_hold_are_refused() -> None:
+    wild = Entry("model", "w", "float32", (8,), (Box((6,), (4,)),), Scope.GLOBAL, 0, 4096, 16)
+    with pytest.raises(StateMismatch, match="outside shape"):
+        check_coverage([[wild]])
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 4))
+@settings(max_examples=200, deadline=None)
+def test_against_counting_elements(rng: random.Random, world: int) -> None:
+    ranks: list[list[EntrySpec]] = [[] for _ in range(world)]
+    good = True
+    for key in ("a", "b", "c"):
+        shape = random_shape(rng)
+        boxes = tiling(rng, Box.full(shape), rng.randint(1, 6))
+        if rng.random() < 0.3:
+            boxes.append(random_box(rng, shape))
+        if rng.random() < 0.3:
+            boxes.pop(rng.randrange(len(boxes)))
+        boxes = list(dict.fromkeys(boxes))
+        held: list[list[Box]] = [[] for _ in range(world)]
+        for box in boxes:
+            held[rng.randrange(world)].append(box)
+        for rank in range(world):
+            ranks[rank].append(of(*held[rank], key=key, shape=shape))
+        counts = Counter(point for box in boxes for point in points(box))
+        good = good and bool(boxes) and all(counts[point] == 1 for point in points(Box.full(shape)))
+    if good:
+        check(*ranks)
+    else:
+        with pytest.raises(StateMismatch):
+            check(*ranks)
+
+
+def timed(layouts: list[Layout]) -> float:
+    started = time.thread_time()
+    check_coverage([layout.entries for layout in layouts])
+    return time.thread_time() - started
+
+
+def test_many_keys_and_many_shards_are_quick() -> None:
+    keys = 12_500
+    layouts = []
+    for rank in range(8):
+        box = Box((rank,), (1,))
+        layouts.append(build_layout([of(box, key=f"layers.{i}.w") for i in range(keys)]))
+    assert timed(layouts) < 1.5  # 100,000 entries
+
+    def sharded(count: int) -> list[Layout]:
+        return [
+            build_layout([of(*[Box((3 * i,), (3,)) for i in range(r, count, 4)], shape=(3 * count,))])
+            for r in range(4)
+        ]
+
+    assert min(timed(sharded(32_000)) for _ in range(2)) < 1.0
