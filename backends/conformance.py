@@ -76,14 +76,14 @@ async def names_of(backend: Backend, prefix: str = "") -> set[str]:
     return {item.name async for item in backend.list(prefix)}
 
 
-async def put(backend: Backend, name: str, data: bytes, piece: int = 1 << 20) -> None:
+async def put(backend: Backend, name: str, data: bytes | memoryview, piece: int = 1 << 20) -> None:
     """Write an object piece by piece."""
     writer = await backend.open_writer(name, len(data))
     await feed(writer, data, piece)
     await writer.commit()
 
 
-async def feed(writer: Writer, data: bytes, piece: int = 1 << 20) -> None:
+async def feed(writer: Writer, data: bytes | memoryview, piece: int = 1 << 20) -> None:
     view = memoryview(data)
     for start in range(0, len(data), piece):
         await writer.write(view[start : start + piece])

@@ -12,7 +12,7 @@ from .files import LocalBackend
 
 SUPPORTED = "a path, or file:///path"
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 
 
 def open_backend(url: str | os.PathLike[str], *, shared: bool = False, threads: int = 4) -> Backend:
