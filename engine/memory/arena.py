@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -41,6 +42,9 @@ from .slots import Pinned, SnapshotInfo, WriteSlot
 
 SUFFIX = ".arena"
 UNFINISHED_SUFFIX = ".new"
+RESERVE_PIECE_BYTES = 256 << 20
+"""Memory is reserved in pieces: where no file system sets a limit, the kernel kills instead of refusing."""
+
 Populate = Literal["now", "background", "no"]
 
 _SEALS = 0x1 | 0x2 | 0x4
@@ -91,7 +95,6 @@ class Arena:
         is rounded up to 4 KiB. ``populate`` gives pages their memory now, on a thread, or at first touch.
         """
         fixed = _fixed(run_key, node, rank, slots, slot_bytes, chunk_bytes)
-        check_room(fixed.nbytes, directory)
         path = directory / f"rank-{rank:05d}.{secrets.token_hex(4)}{SUFFIX}"
         unfinished = path.with_name(
             f"{path.name}.{fixed.created_pid}.{fixed.created_start}{UNFINISHED_SUFFIX}"
@@ -99,7 +102,7 @@ class Arena:
         fd = maps.open_file(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
         try:
             points.reach("arena.reserve.before", path.name)
-            _reserve(fd, fixed.nbytes, str(directory))
+            _reserve(fd, fixed.nbytes, directory)
             arena = cls._start(fd, path, fixed, world, populate)
             points.reach("arena.name.before", path.name)
             os.rename(unfinished, path)
@@ -126,10 +129,9 @@ class Arena:
         """A new arena without a name, for where shared memory's file system is too small: it lives as long as
         some process has it open (:meth:`fileno`, sent over a socket, :meth:`attach_fd`)."""
         fixed = _fixed(run_key, node, rank, slots, slot_bytes, chunk_bytes)
-        check_room(fixed.nbytes, None)
         fd = maps.open_memory(f"everstep-{run_key}-{rank}")
         try:
-            _reserve(fd, fixed.nbytes, "memory")
+            _reserve(fd, fixed.nbytes, None)
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)  # nobody can shrink it under a reader
             return cls._start(fd, None, fixed, world, populate)
         except BaseException:
@@ -212,7 +214,7 @@ class Arena:
             self._writing.clear()
 
     def _check_takeable(self, before: Ownership, owner: Process, run_id: str, incarnation: int) -> None:
-        if self._words[WORD_REMOVED]:
+        if self._control.words[WORD_REMOVED]:
             raise ArenaGone(f"{self._name} was cleaned up meanwhile", hint="Make a new arena")
         if before.process not in (None, owner) and before.process.alive():
             raise RunInUse(
@@ -245,12 +247,12 @@ class Arena:
 
     def beat(self, step_seconds: float) -> None:
         """The owner is at work; a step takes about ``step_seconds``."""
-        self._words[WORD_STEP_NS] = max(0, min(int(step_seconds * 1e9), 1 << 62))
-        self._words[WORD_BEAT_NS] = time.monotonic_ns()
+        self._control.words[WORD_STEP_NS] = max(0, min(int(step_seconds * 1e9), 1 << 62))
+        self._control.words[WORD_BEAT_NS] = time.monotonic_ns()
 
     def heartbeat(self) -> tuple[float, float] | None:
         """(seconds since the last :meth:`beat`, seconds per step); None before the first of this boot."""
-        at, step = self._words[WORD_BEAT_NS], self._words[WORD_STEP_NS]
+        at, step = self._control.words[WORD_BEAT_NS], self._control.words[WORD_STEP_NS]
         age = time.monotonic_ns() - at
         return (age / 1e9, step / 1e9) if at and age >= 0 else None
 
@@ -413,7 +415,7 @@ class Arena:
         """Remove the file. Whoever has it mapped goes on; nobody can take it again. Memory comes back with
         the last mapping."""
         with self._lock:
-            self._words[WORD_REMOVED] = 1
+            self._control.words[WORD_REMOVED] = 1
         if self._path is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)
@@ -426,21 +428,15 @@ class Arena:
                 return False
             if any(self._control.living_pins(index) for index in range(self._fixed.slots)):
                 return False
-            self._words[WORD_REMOVED] = 1
+            self._control.words[WORD_REMOVED] = 1
         self.unlink()
         return True
 
     # -- inner parts
 
-    @property
-    def _words(self) -> memoryview:
-        if self._closed:
-            raise ArenaGone(f"{self._name}: closed, or used after a fork")
-        return self._control.words
-
     def _ownership(self) -> Ownership:
         for _ in range(OWNER_READS_MAX):
-            offset = OWNER_OFFSETS[self._words[WORD_OWNER] & 1]
+            offset = OWNER_OFFSETS[self._control.words[WORD_OWNER] & 1]
             found = decode_owner(bytes(self._control.mapping.view[offset : offset + OWNER_BYTES]))
             if found is not None:
                 return found
@@ -448,12 +444,12 @@ class Arena:
 
     def _store_ownership(self, ownership: Ownership) -> None:
         """Under the lock."""
-        place = 1 - (self._words[WORD_OWNER] & 1)
+        place = 1 - (self._control.words[WORD_OWNER] & 1)
         data = ownership.encode()
         offset = OWNER_OFFSETS[place]
         self._control.mapping.view[offset : offset + len(data)] = data
         points.reach("owner.locked", str(ownership.incarnation))
-        self._words[WORD_OWNER] = place
+        self._control.words[WORD_OWNER] = place
 
     def __enter__(self) -> Arena:
         return self
@@ -467,16 +463,18 @@ def _fixed(run_key: str, node: str, rank: int, slots: int, slot_bytes: int, chun
     return Fixed(run_key, node, rank, slots, aligned(slot_bytes), chunk_bytes, me.pid, me.start_time)
 
 
-def _reserve(fd: int, nbytes: int, where: str) -> None:
+def _reserve(fd: int, nbytes: int, directory: Path | None) -> None:
     """Give the file all its memory, or raise MemoryTooSmall: a page that is missing later would be a
     SIGBUS."""
     try:
-        os.posix_fallocate(fd, 0, nbytes)
+        for start in range(0, nbytes, RESERVE_PIECE_BYTES):
+            check_room(nbytes - start, directory)  # again and again: others take memory too
+            os.posix_fallocate(fd, start, min(RESERVE_PIECE_BYTES, nbytes - start))
     except OSError as error:
-        if error.errno not in (28, 122, 12, 27):  # ENOSPC, EDQUOT, ENOMEM, EFBIG
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
             raise
         stat = os.fstatvfs(fd)
-        os.ftruncate(fd, 0)
+        where = "memory" if directory is None else str(directory)
         raise too_small(nbytes, stat.f_bavail * stat.f_frsize, where) from error
 
 

@@ -14,6 +14,7 @@ codes are four letters, so that no single changed byte turns one into another.
 from __future__ import annotations
 
 import enum
+import itertools
 import os
 import struct
 from collections.abc import Sequence
@@ -96,6 +97,9 @@ class Region:
     nbytes: int
 
 
+_tokens = itertools.count(1)
+
+
 def _boot_word(process: Process) -> int:
     return xxhash.xxh3_64_intdigest(process.boot.encode())
 
@@ -108,7 +112,8 @@ class Control:
         self.fixed = fixed
         self.lock = lock
         self.name = name
-        self.words = mapping.view[: fixed.data_offset(0)].cast("Q")
+        self.token = next(_tokens)
+        self._words = mapping.view[: fixed.data_offset(0)].cast("Q")
         self._mine: set[tuple[int, int]] = set()
         self._closed = False
 
@@ -123,8 +128,15 @@ class Control:
         parent's."""
         self._closed = True
         self._mine.clear()
-        self.words = memoryview(b"").cast("Q")
+        self._words = memoryview(b"").cast("Q")
         self.mapping.close()
+
+    @property
+    def words(self) -> memoryview:
+        """Header and control blocks as aligned 8-byte words. ArenaGone."""
+        if self._closed:
+            raise ArenaGone(f"{self.name}: closed, or used after a fork")
+        return self._words
 
     def label(self, index: int) -> str:
         return f"{self.name} slot {index}"

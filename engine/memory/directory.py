@@ -75,7 +75,7 @@ def _remove(path: Path, keep: Callable[[ArenaInfo], bool]) -> bool:
     try:
         with Arena.attach(path) as arena:
             return not keep(arena.info) and arena.remove_if_unused()
-    except (FileNotFoundError, ArenaGone):
+    except (OSError, ArenaGone):  # gone meanwhile, no regular file, not ours
         return False
     except EverstepError:
         # Damaged, or of another release: its owner cannot be read, so ask the kernel who uses it.

@@ -57,6 +57,11 @@ class WriteSlot:
         self._table: tuple[int, bytes] | None = None
         self._open = True
 
+    @property
+    def arena_token(self) -> int:
+        """Tells this opening of an arena from any other of the process."""
+        return self._control.token
+
     def place(self, regions: Sequence[tuple[str, int]]) -> dict[str, memoryview]:
         """Lay out ``(name, nbytes)`` regions, each 4 KiB-aligned, and return writable views of them.
 

@@ -1,0 +1,210 @@
+"""Copies a rank's tensors into a slot, all in one fused call, and lays down what stands around them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from everstep.errors import StateMismatch
+from everstep.format.layout import Entry, Layout
+from everstep.memory import points
+from everstep.memory.control import IMAGE_PREFIX, STATE_REGION
+from everstep.memory.slots import WriteSlot
+
+from .late import LateCopy
+from .moving import move
+from .views import Expected, build_destinations, carrier, expect
+
+LAYOUT_REGION = "layout"
+META_REGION = "meta"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout as the copier needs it: with its canonical bytes and their hash. Made once per structure."""
+
+    layout: Layout
+    encoded: bytes
+    layout_hash: str
+
+    def regions(self, state_nbytes: int, meta_nbytes: int) -> list[tuple[str, int]]:
+        """Regions of a snapshot. What a layout fixes comes first, so that it keeps its place when the state's
+        size changes."""
+        found = [(IMAGE_PREFIX + image.name, image.nbytes) for image in self.layout.images]
+        found.append((LAYOUT_REGION, len(self.encoded)))
+        return [*found, (STATE_REGION, state_nbytes), (META_REGION, meta_nbytes)]
+
+
+@dataclass
+class _Sources:
+    """What one copy reads, with where it goes and which entries it is; dropped when it is done."""
+
+    indices: list[int] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    into: list[torch.Tensor] = field(default_factory=list)
+    arrays: list[tuple[np.ndarray[Any, Any], torch.Tensor]] = field(default_factory=list)
+
+
+class Copier:
+    """Copies into the slots of one arena. One thread at a time.
+
+    Kept between calls are only views of slots, by slot and layout hash, never anything of the sources: every
+    call is told which tensors to read. Of each slot only the newest layout's views are kept. They keep the
+    arena mapped until :meth:`forget`.
+    """
+
+    def __init__(self) -> None:
+        self._views: dict[int, tuple[int, str, list[torch.Tensor]]] = {}
+        self._expected: tuple[str, Expected] | None = None
+
+    def forget(self) -> None:
+        """Drop all views, so that a closed arena's memory can go."""
+        self._views.clear()
+
+    def copy(
+        self,
+        slot: WriteSlot,
+        plan: Plan,
+        leaves: Sequence[Any],
+        *,
+        state: bytes,
+        meta: bytes,
+        late: Collection[int] = (),
+    ) -> LateCopy | None:
+        """Copy a snapshot into ``slot``; the caller publishes or abandons it.
+
+        ``leaves`` are tensors or numpy arrays in the order of the layout's entries (those stored elsewhere
+        may be None). Entries whose index is in ``late`` are only begun: they are read by a thread, and the
+        caller must ask the returned :class:`LateCopy` before it publishes. Everything else is copied when
+        this returns. StateMismatch if a leaf is not what the layout says; MemoryTooSmall if the slot is.
+        """
+        if len(leaves) != len(plan.layout.entries):
+            raise StateMismatch(
+                "number of leaves", found=len(leaves), expected=f"{len(plan.layout.entries)} of the layout"
+            )
+        places = slot.place(plan.regions(len(state), len(meta)))
+        expected = self._expect(plan)
+        into = self._destinations(slot, plan, expected, places)
+        sources = _match(plan.layout, expected, into, leaves)
+        if not late:
+            _lay_around(slot, plan, places, state, meta)
+            _copy_now(slot, sources)
+            return None
+        now, later = _split(sources, late)
+        _lay_around(slot, plan, places, state, meta)
+        _copy_now(slot, now)
+        names = [_name(plan.layout.entries[index]) for index in later.indices]
+        return LateCopy(slot, names, later.tensors, later.into)
+
+    def _expect(self, plan: Plan) -> Expected:
+        if self._expected is None or self._expected[0] != plan.layout_hash:
+            self._expected = plan.layout_hash, expect(plan.layout)
+        return self._expected[1]
+
+    def _destinations(
+        self, slot: WriteSlot, plan: Plan, expected: Expected, places: Mapping[str, memoryview]
+    ) -> list[torch.Tensor]:
+        known = self._views.get(slot.index)
+        if known is not None and known[:2] == (slot.arena_token, plan.layout_hash):
+            return known[2]
+        made = build_destinations(plan.layout, expected, places)
+        self._views[slot.index] = (slot.arena_token, plan.layout_hash, made)
+        return made
+
+
+def _match(layout: Layout, expected: Expected, into: list[torch.Tensor], leaves: Sequence[Any]) -> _Sources:
+    """Sources with their destinations, each compared with the layout: a copy between unequal shapes would
+    broadcast, and one between unequal dtypes convert, without a word."""
+    wanted = [leaves[index] for index in expected.indices]
+    if expected.plain and _alike(wanted, expected):
+        return _Sources(expected.indices, wanted, into)
+    found = _Sources()
+    for index, leaf, destination in zip(expected.indices, wanted, into, strict=True):
+        _match_one(layout.entries[index], index, leaf, destination, found)
+    return found
+
+
+def _alike(wanted: Sequence[Any], expected: Expected) -> bool:
+    try:
+        same_shapes = [leaf.shape for leaf in wanted] == expected.shapes
+        return same_shapes and [leaf.dtype for leaf in wanted] == expected.dtypes
+    except AttributeError:  # a None, or no tensor at all: looked at one by one
+        return False
+
+
+def _match_one(entry: Entry, index: int, leaf: Any, destination: torch.Tensor, found: _Sources) -> None:
+    if isinstance(leaf, np.ndarray):
+        _check(entry, entry.dtype, leaf.shape, leaf.nbytes)
+        if leaf.nbytes:
+            found.arrays.append((leaf, destination))
+        return
+    if not isinstance(leaf, torch.Tensor):
+        raise StateMismatch(_name(entry), found=type(leaf).__name__, expected="a tensor", key=entry.key)
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    _check(entry, dtype, leaf.shape, leaf.numel() * leaf.dtype.itemsize)
+    carried = carrier(leaf.dtype)
+    if destination.dtype is not carried:
+        # Where the layout has no room for a typed view: a contiguous copy of the source, as bytes.
+        leaf = leaf.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    elif leaf.dtype is not carried:
+        leaf = leaf.detach().view(carried)
+    found.indices.append(index)
+    found.tensors.append(leaf)
+    found.into.append(destination if leaf.shape == destination.shape else destination.view(leaf.shape))
+
+
+def _check(entry: Entry, dtype: str, shape: Sequence[int], nbytes: int) -> None:
+    alike = dtype == entry.dtype and nbytes == entry.nbytes
+    if alike and len(entry.boxes) == 1:
+        alike = tuple(shape) == entry.boxes[0].lengths
+    if not alike:
+        raise StateMismatch(
+            f"{_name(entry)} is not what the layout says",
+            found=f"{dtype} {list(shape)}, {nbytes} bytes",
+            expected=f"{entry.dtype} {[list(box.lengths) for box in entry.boxes]}, {entry.nbytes} bytes",
+            hint="Its shape or dtype changed: make the layout anew",
+            key=entry.key,
+        )
+
+
+def _name(entry: Entry) -> str:
+    return f"{entry.part}/{entry.key}"
+
+
+def _split(sources: _Sources, late: Collection[int]) -> tuple[_Sources, _Sources]:
+    """(what is copied now, what may be copied late). A tensor without a version counter, or a temporary copy,
+    is copied now: that it stays the same could not be seen."""
+    late = frozenset(late)
+    now, later = _Sources(arrays=sources.arrays), _Sources()
+    for index, tensor, into in zip(sources.indices, sources.tensors, sources.into, strict=True):
+        part = later if index in late and not tensor.is_inference() else now
+        part.indices.append(index)
+        part.tensors.append(tensor)
+        part.into.append(into)
+    return now, later
+
+
+def _lay_around(
+    slot: WriteSlot, plan: Plan, places: Mapping[str, memoryview], state: bytes, meta: bytes
+) -> None:
+    if slot.layout_hash_before != plan.layout_hash:
+        for image in plan.layout.images:
+            places[IMAGE_PREFIX + image.name][: len(image.header)] = image.header
+        places[LAYOUT_REGION][:] = plan.encoded
+    places[STATE_REGION][:] = state
+    places[META_REGION][:] = meta
+
+
+def _copy_now(slot: WriteSlot, sources: _Sources) -> None:
+    move(sources.tensors[:1], sources.into[:1])
+    points.reach("slot.mid_copy", str(slot.step))
+    move(sources.tensors[1:], sources.into[1:])
+    for array, into in sources.arrays:
+        target = np.frombuffer(into.reshape(-1).view(torch.uint8).numpy(), dtype=array.dtype).reshape(
+            array.shape
+        )
+        np.copyto(target, array, casting="no")
+    points.reach("slot.copied", str(slot.step))

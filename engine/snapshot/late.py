@@ -1,0 +1,103 @@
+"""Late copies: tensors that only an optimizer's step changes are read by a thread, while forward and backward
+of the next step already run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from everstep.errors import SaveFailed
+from everstep.memory.slots import WriteSlot
+
+from .moving import After
+
+PIECE_BYTES = 64 << 20
+"""Between pieces of about this size the thread looks whether it was cancelled."""
+
+
+class LateCopyTimeout(SaveFailed, TimeoutError):
+    """A late copy was not done within the time given."""
+
+
+class LateCopy:
+    """A copy that a thread is making. Begun when it is made.
+
+    The owner calls :meth:`wait` before anything may change the sources, and publishes only if nothing moved.
+    References to the sources are held until :meth:`wait` or :meth:`cancel` has ended, no longer.
+    """
+
+    def __init__(
+        self,
+        slot: WriteSlot,
+        names: Sequence[str],
+        sources: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor],
+    ) -> None:
+        self._slot = slot  # held, so that it is not given to another snapshot while the thread writes
+        self._names = list(names)
+        self._sources = list(sources)
+        self._into = list(into)
+        self._versions = [source._version for source in sources]
+        self._after = After(sources)
+        self._cancelled = False
+        self._error: BaseException | None = None
+        self._moved: list[str] | None = None
+        self._thread = threading.Thread(target=self._run, name="everstep-late-copy", daemon=True)
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether the thread has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_s: float) -> list[str]:
+        """Wait for the thread; the names of the tensors whose version counter moved since the copy was begun.
+
+        One that moved voids the snapshot: its bytes may be of two moments. Call it from the thread that
+        changes the tensors: an operation still running in another thread has not counted yet.
+        LateCopyTimeout; else what went wrong in the thread. Writes through ``.data`` are not counted by torch
+        and not seen.
+        """
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise LateCopyTimeout(f"a late copy was not done within {timeout_s:g} s", timeout_s=timeout_s)
+        if self._moved is None and not self._cancelled:
+            pairs = zip(self._names, self._sources, self._versions, strict=True)
+            self._moved = [name for name, source, version in pairs if source._version != version]
+            self._drop()
+        if self._error is not None:
+            raise self._error
+        if self._moved is None:
+            raise SaveFailed("a late copy was cancelled")
+        return list(self._moved)
+
+    def cancel(self) -> None:
+        """Stop after the piece being copied, and wait for that; the slot's contents mean nothing then."""
+        self._cancelled = True
+        self._thread.join()
+        self._drop()
+
+    def _drop(self) -> None:
+        self._sources, self._into = [], []
+
+    def _run(self) -> None:
+        try:
+            for start, end in _pieces(self._sources):
+                if self._cancelled:
+                    return
+                self._after.move(self._sources[start:end], self._into[start:end])
+        except BaseException as error:  # carried to whoever waits
+            self._error = error
+
+
+def _pieces(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Index ranges of about PIECE_BYTES each."""
+    found, start, nbytes = [], 0, 0
+    for index, tensor in enumerate(tensors):
+        nbytes += tensor.numel() * tensor.element_size()
+        if nbytes >= PIECE_BYTES:
+            found.append((start, index + 1))
+            start, nbytes = index + 1, 0
+    if start < len(tensors):
+        found.append((start, len(tensors)))
+    return found

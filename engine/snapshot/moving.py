@@ -1,0 +1,190 @@
+"""The copy itself, on any device.
+
+Torch splits every larger tensor over all its threads and waits for them after each: with some hundred tensors
+on a machine whose cores others use too (loaders, the agent), those waits take ten times as long as the copy.
+So batches of whole tensors are dealt out to a few threads instead, each of which copies alone, and nobody
+waits but once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BATCH_BYTES = 16 << 20
+"""What a thread takes at a time: large enough that asking for more costs nothing (also where another thread
+keeps the interpreter lock for its 5 ms), small enough to even out."""
+ALONE_ITEMS = 32768
+"""Tensors below this number of items torch copies in the calling thread alone."""
+THREADS_MAX = 16
+"""More do not add memory bandwidth."""
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+"""(source, destination)."""
+
+
+def move(
+    sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor], *, threads: int | None = None
+) -> None:
+    """Copy each source into the host tensor beside it (of its shape); all bytes are there when this returns.
+
+    ``threads`` (default: as many as torch uses) share the work; 1: the calling thread does it, without
+    torch's help. The interpreter lock is not held while bytes move.
+    """
+    if not sources:
+        return
+    elsewhere = devices(sources)
+    if not elsewhere and max(to.numel() for to in into) < ALONE_ITEMS:
+        _copy(sources, into)
+        return
+    pairs = list(zip(sources, into, strict=True))
+    if elsewhere:
+        _copy_pairs([pair for pair in pairs if not pair[0].is_cpu], non_blocking=True)
+        pairs = [pair for pair in pairs if pair[0].is_cpu]
+    batches = list(_batches(pairs))
+    _share(batches, min(threads or torch.get_num_threads(), THREADS_MAX, len(batches)), here=threads == 1)
+    for device in elsewhere:
+        torch.get_device_module(device).current_stream(device).synchronize()
+
+
+def devices(tensors: Sequence[torch.Tensor]) -> set[torch.device]:
+    """The devices other than the host that hold any of them."""
+    return {tensor.device for tensor in tensors if not tensor.is_cpu}
+
+
+class After:
+    """What the devices' current streams hold at this moment, to be waited for from another thread."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._events: dict[torch.device, Any] = {}
+        for device in devices(tensors):
+            module = torch.get_device_module(device)
+            event = module.Event()
+            event.record(module.current_stream(device))
+            self._events[device] = event
+
+    def move(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+        """As :func:`move` by the calling thread alone, on streams of its own, after what the current streams
+        held then."""
+        with contextlib.ExitStack() as streams:
+            for device, event in self._events.items():
+                module = torch.get_device_module(device)
+                stream = module.Stream(device)
+                stream.wait_event(event)
+                streams.enter_context(module.stream(stream))
+            move(sources, into, threads=1)
+
+
+def _copy(sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor], non_blocking: bool = False) -> None:
+    # Neither a device context nor a tensor subclass may have a say in where bytes go.
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        torch._foreach_copy_(list(into), list(sources), non_blocking=non_blocking)
+
+
+def _copy_pairs(pairs: Pairs, non_blocking: bool = False) -> None:
+    _copy([source for source, _ in pairs], [to for _, to in pairs], non_blocking)
+
+
+def _batches(pairs: Pairs) -> Iterator[Pairs]:
+    batch: Pairs = []
+    nbytes = 0
+    for source, to in pairs:
+        size = to.numel() * to.element_size()
+        if size > BATCH_BYTES and source.is_contiguous():
+            yield from ([piece] for piece in _cut(source, to))
+            continue
+        batch.append((source, to))
+        nbytes += size
+        if nbytes >= BATCH_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _cut(source: torch.Tensor, to: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pieces of one large tensor."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        items = BATCH_BYTES // to.element_size()
+        yield from zip(torch.split(source.view(-1), items), torch.split(to.view(-1), items), strict=True)
+
+
+def _share(batches: list[Pairs], threads: int, *, here: bool) -> None:
+    """Let ``threads`` threads take batches until none is left; raise what went wrong in any."""
+    errors: list[BaseException] = []
+    todo = batches[::-1]
+
+    def work() -> None:
+        try:
+            with _alone():
+                while batch := _next(todo):
+                    _copy_pairs(batch)
+        except BaseException as error:  # raised in the caller's thread
+            errors.append(error)
+            todo.clear()
+
+    if here:
+        work()
+    else:
+        workers = [threading.Thread(target=work, name="everstep-copy") for _ in range(threads)]
+        for worker in workers:
+            worker.start()
+        _join(workers, todo)
+    if errors:
+        raise errors[0]
+
+
+def _next(todo: list[Pairs]) -> Pairs:
+    try:
+        return todo.pop()
+    except IndexError:
+        return []
+
+
+def _join(workers: list[threading.Thread], todo: list[Pairs]) -> None:
+    try:
+        for worker in workers:
+            worker.join()
+    except BaseException:  # an interrupt: nobody may go on writing into a slot that is given up now
+        todo.clear()
+        for worker in workers:
+            while worker.is_alive():
+                with contextlib.suppress(KeyboardInterrupt):
+                    worker.join()
+        raise
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Torch copies in the calling thread only. ``torch.set_num_threads`` would do so for later threads of the
+    user's too, so the thread's own setting of the OpenMP runtime is changed instead."""
+    threads = torch.get_num_threads()  # also makes torch set the thread up; later it leaves the setting alone
+    for runtime in _runtimes():
+        runtime.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        for runtime in _runtimes():
+            runtime.omp_set_num_threads(threads)
+
+
+@functools.lru_cache(maxsize=1)
+def _runtimes() -> tuple[ctypes.CDLL, ...]:
+    """The OpenMP runtimes in this process; none where torch was built without: then it splits as it likes."""
+    found = []
+    with contextlib.suppress(OSError):
+        paths = re.findall(r"/\S*lib(?:g|i|)omp\S*\.so\S*", Path("/proc/self/maps").read_text())
+        for path in sorted(set(paths)):
+            with contextlib.suppress(OSError, AttributeError):
+                library = ctypes.CDLL(path)
+                _ = library.omp_set_num_threads
+                found.append(library)
+    return tuple(found)
