@@ -233,8 +233,9 @@ class LocalFiles:
                     if not current:
                         return
                     self.door.rmdir(current)
-                except FileNotFoundError:
-                    pass  # another one removed it, being empty
+                except FileNotFoundError:  # another one removed it, being empty
+                    if not current:
+                        return
                 except OSError as error:
                     if error.errno in _STAYS:
                         return

@@ -1,4 +1,4 @@
-"""Rotation: what goes, what stays, in what order; dependents, superseded writers, leftovers, foreign names."""
+"""Rotation: what goes, what stays, in what order; dependents, superseded writers, leftovers."""
 
 from __future__ import annotations
 
@@ -242,5 +242,17 @@ def test_a_fresh_start_does_not_lose_the_former_checkpoints_before_it_has_its_ow
         assert (await kit.loadable(backend))[0] == {(1, 5)}
         await kit.save(backend, 6, incarnation=2)
         assert (await rotate_to(backend)).removed == [(1, 5)]
+
+    with_run(tmp_path, work)
+
+
+def test_asking_to_delete_what_is_not_there_removes_empty_directories(tmp_path: Path) -> None:
+    async def work(backend: LocalBackend) -> None:
+        (tmp_path / "a" / "b").mkdir(parents=True)
+        await backend.delete(["a/b/c", "x/y"])
+        assert not (tmp_path / "a").exists()
+        missing = LocalBackend(tmp_path / "nowhere")
+        await missing.delete(["a/b"])
+        await missing.close()
 
     with_run(tmp_path, work)
