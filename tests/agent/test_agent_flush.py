@@ -207,7 +207,11 @@ def test_what_happened_is_in_the_runs_events(place: Place) -> None:
     until(lambda: not agent.alive(), "the agent's end")
     (events,) = (Path(place.settings.root) / "events").glob("*.jsonl")
     happened = [json.loads(line) for line in events.read_text().splitlines()]
-    assert [(one["kind"], one["step"]) for one in happened] == [("voted", 1), ("committed", 1)]
+    assert [(one["kind"], one["step"]) for one in happened] == [
+        ("written", 1),
+        ("voted", 1),
+        ("committed", 1),
+    ]
     assert happened[0]["nbytes"] > 0 and happened[0]["rank"] == 0
 
 
