@@ -61,12 +61,14 @@ class LateCopy:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise LateCopyTimeout(f"a late copy was not done within {timeout_s:g} s", timeout_s=timeout_s)
-        if self._moved is None:
+        if self._moved is None and not self._cancelled:
             pairs = zip(self._names, self._sources, self._versions, strict=True)
             self._moved = [name for name, source, version in pairs if source._version != version]
             self._drop()
         if self._error is not None:
             raise self._error
+        if self._moved is None:
+            raise SaveFailed("a late copy was cancelled")
         return list(self._moved)
 
     def cancel(self) -> None:
@@ -82,7 +84,7 @@ class LateCopy:
         try:
             for start, end in _pieces(self._sources):
                 if self._cancelled:
-                    raise SaveFailed("a late copy was cancelled")
+                    return
                 self._after.move(self._sources[start:end], self._into[start:end])
         except BaseException as error:  # carried to whoever waits
             self._error = error

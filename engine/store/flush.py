@@ -118,7 +118,7 @@ def image_names(pinned: Pinned) -> list[str]:
 
 
 def _layout_of(job: FlushJob, pinned: Pinned) -> bytes:
-    """The canonical bytes of the slot's layout, proved by their hash. The slot must hold what ``job`` says."""
+    """The canonical bytes of the slot's layout, proved by hash. The slot must hold what ``job`` says."""
     info = pinned.info
     if (info.step, info.incarnation) != (job.step, job.incarnation):
         raise SaveFailed(

@@ -6,12 +6,13 @@ import asyncio
 import mmap
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 
 from everstep.backends.api import Backend
 from everstep.errors import CannotTell, Damaged, EverstepError, Pruned, RunError, StateMismatch
 from everstep.format import names
 from everstep.format.layout import Layout
-from everstep.format.manifest import Manifest
+from everstep.format.manifest import Manifest, RankRecord
 from everstep.format.vote import ImageRecord
 from everstep.plan.coverage import check_coverage
 
@@ -24,6 +25,16 @@ IMAGES_PARALLEL = 4
 PIECE_BYTES = 16 << 20
 
 COVERED_MAX = 64
+
+
+@dataclass(slots=True)
+class _Rank:
+    """What is known of one rank; ``layout`` is None where it, or the vote, is bad."""
+
+    rank: int
+    layout: Layout | None = None
+    images: list[ImageRecord] = field(default_factory=list)
+    errors: list[EverstepError] = field(default_factory=list)
 
 
 class Images:
@@ -59,40 +70,43 @@ class Images:
             return
 
     async def _check(self, source: DurableSource) -> list[EverstepError]:
-        errors: list[EverstepError] = []
-        layouts: dict[int, Layout] = {}
-        images: list[tuple[int, ImageRecord]] = []
-        for record in source.manifest.ranks:
-            rank = record.rank
-            self.named.add(names.vote(source.step, source.incarnation, source.manifest.attempt, rank))
-            self.named.update(source.locate(rank, image) for image in record.images)
-            try:
-                records = await source.records(rank)
-            except Pruned:
-                raise
-            except RunError as error:
-                errors.append(error)
-                # Without hashes at least what is there can be said.
-                images += [(rank, ImageRecord(name, size, b"", b"")) for name, size in record.images.items()]
-                continue
-            images += [(rank, one) for one in records.values()]
-            try:
-                layouts[rank] = await source.layout(rank)
-            except Pruned:
-                raise
-            except RunError as error:
-                errors.append(error)
-        if len(layouts) == len(source.manifest.ranks):
+        ranks = await each(source.manifest.ranks, lambda record: self._rank(source, record))
+        errors = [error for rank in ranks for error in rank.errors]
+        layouts = [rank.layout for rank in ranks if rank.layout is not None]
+        if len(layouts) == len(ranks):
             errors += self._coverage(source, layouts)
+        images = [(rank.rank, record) for rank in ranks for record in rank.images]
         found = await each(images, lambda one: self._image(source, *one), limit=IMAGES_PARALLEL)
         return errors + [error for some in found for error in some]
 
-    def _coverage(self, source: DurableSource, layouts: dict[int, Layout]) -> list[EverstepError]:
+    async def _rank(self, source: DurableSource, record: RankRecord) -> _Rank:
+        """Vote and layout of one rank."""
+        found = _Rank(record.rank)
+        self.named.add(names.vote(source.step, source.incarnation, source.manifest.attempt, record.rank))
+        self.named.update(source.locate(record.rank, image) for image in record.images)
+        try:
+            found.images = list((await source.records(record.rank)).values())
+        except Pruned:
+            raise
+        except RunError as error:
+            found.errors.append(error)
+            # Without hashes at least what is there can be said.
+            found.images = [ImageRecord(name, size, b"", b"") for name, size in record.images.items()]
+            return found
+        try:
+            found.layout = await source.layout(record.rank)
+        except Pruned:
+            raise
+        except RunError as error:
+            found.errors.append(error)
+        return found
+
+    def _coverage(self, source: DurableSource, layouts: list[Layout]) -> list[EverstepError]:
         hashes = tuple(record.layout_hash for record in source.manifest.ranks)
         if hashes in self._covered:
             return []
         try:
-            check_coverage([layouts[rank].entries for rank in sorted(layouts)])
+            check_coverage([layout.entries for layout in layouts])
         except StateMismatch as error:
             return [error]
         self._covered[hashes] = None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from everstep.backends.files import LocalBackend
-from everstep.errors import Damaged, EverstepError
+from everstep.errors import Damaged, EverstepError, UnknownFormat
 from everstep.format import names
 from everstep.format.manifest import Manifest
 from everstep.store.catalog import complete_undecided, list_steps, read_decision
@@ -73,10 +73,14 @@ async def load_error(backend: LocalBackend) -> EverstepError | None:
 def assert_found(root: Path, name: str, what: str) -> None:
     async def look() -> None:
         backend = LocalBackend(root)
-        bad = await damage_found(backend)
-        assert name in [finding.name for finding in bad], f"fsck missed {what} of {name}: {bad}"
-        assert all(finding.hurts for finding in bad if finding.name == name)
-        assert exit_code(finding.severity for finding in bad) == 4
+        try:
+            bad = await damage_found(backend)
+        except UnknownFormat as error:  # a change of the very word that names the run's hash or version
+            assert error.fields["name"] == name == names.RUN
+        else:
+            assert name in [finding.name for finding in bad], f"fsck missed {what} of {name}: {bad}"
+            assert all(finding.hurts for finding in bad if finding.name == name)
+            assert exit_code(finding.severity for finding in bad) == 4
         error = await load_error(backend)
         assert error is not None, f"load missed {what} of {name}"
         assert error.fields.get("name") == name, f"load names {error.fields} for {what} of {name}"

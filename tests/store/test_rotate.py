@@ -1,4 +1,4 @@
-"""Rotation: what goes, what stays, in what order; dependents, superseded writers, leftovers, foreign names."""
+"""Rotation: what goes, what stays, in what order; dependents, superseded writers, leftovers."""
 
 from __future__ import annotations
 
