@@ -184,6 +184,7 @@ def test_giving_up_is_one_verdict_for_all(place: Place) -> None:
         trainer.agent.bye(timeout_s=10)
 
 
+@pytest.mark.long
 def test_a_rank_that_cannot_take_part_gives_up_for_all(place: Place) -> None:
     """It never asked for the step itself."""
     place.incarnation(world=2)
@@ -229,6 +230,7 @@ def test_a_slot_that_was_reused_fails_the_flush(place: Place) -> None:
     trainer.agent.bye(timeout_s=10)
 
 
+@pytest.mark.long
 def test_the_queue_is_bounded(place: Place) -> None:
     place.with_settings(queue_max=1, rate_bytes_per_s=4000.0).incarnation()
     trainer = Trainer.make(place).connect()
@@ -239,6 +241,7 @@ def test_the_queue_is_bounded(place: Place) -> None:
     trainer.agent.bye(timeout_s=0.5, flush=False)
 
 
+@pytest.mark.long
 def test_waiting_for_what_was_not_asked_for_is_an_error(place: Place) -> None:
     place.incarnation()
     trainer = Trainer.make(place).connect()
