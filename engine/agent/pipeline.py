@@ -274,12 +274,14 @@ class Pipeline:
             lambda: flush_rank(self.backend, work, pinned, chunk_bytes=self._run.chunk_bytes, run=self._run)
         )
         reach("agent.voted", str(entry.step))
+        nbytes = sum(image.nbytes for image in vote.images)
+        self._say(flush, "written", rank=entry.rank, nbytes=nbytes)
         job.entry = replace(entry, stage=VOTED, root=vote.root)
         job.pinned = None
         pinned.release()
         await self._owner.remember(job.entry)
         flush.changed.set()
-        self._say(flush, "voted", rank=entry.rank, nbytes=sum(image.nbytes for image in vote.images))
+        self._say(flush, "voted", rank=entry.rank, nbytes=nbytes)
 
     async def _open(self, flush: Flush) -> Decision | None:
         """Make ``flush.attempt`` the open one. A decision: the step has one already that settles it."""

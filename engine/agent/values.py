@@ -90,8 +90,13 @@ class Hello:
 
 @dataclass(frozen=True)
 class Progress:
-    """One piece of news. ``error`` is an error's :meth:`~everstep.errors.EverstepError.to_wire`; ``seconds``
-    count from the acceptance of the flush; ``rank`` is the rank that it speaks of (-1: the whole step)."""
+    """One piece of news.
+
+    ``stage`` of a rank: queued (accepted, and in the journal), written (its images are durable), voted; of a
+    step: committed, failed, abandoned, superseded; of no step (``NO_STEP``): superseded, rotated, and
+    agent_lost where nothing was unfinished. ``error`` is an error's ``to_wire()``; ``seconds`` count from the
+    acceptance of the flush; ``rank`` is the rank that it speaks of (-1: the whole step).
+    """
 
     step: int
     incarnation: int

@@ -184,6 +184,7 @@ def test_giving_up_is_one_verdict_for_all(place: Place) -> None:
         trainer.agent.bye(timeout_s=10)
 
 
+@pytest.mark.long
 def test_a_rank_that_cannot_take_part_gives_up_for_all(place: Place) -> None:
     """It never asked for the step itself."""
     place.incarnation(world=2)
@@ -207,7 +208,11 @@ def test_what_happened_is_in_the_runs_events(place: Place) -> None:
     until(lambda: not agent.alive(), "the agent's end")
     (events,) = (Path(place.settings.root) / "events").glob("*.jsonl")
     happened = [json.loads(line) for line in events.read_text().splitlines()]
-    assert [(one["kind"], one["step"]) for one in happened] == [("voted", 1), ("committed", 1)]
+    assert [(one["kind"], one["step"]) for one in happened] == [
+        ("written", 1),
+        ("voted", 1),
+        ("committed", 1),
+    ]
     assert happened[0]["nbytes"] > 0 and happened[0]["rank"] == 0
 
 
@@ -225,6 +230,7 @@ def test_a_slot_that_was_reused_fails_the_flush(place: Place) -> None:
     trainer.agent.bye(timeout_s=10)
 
 
+@pytest.mark.long
 def test_the_queue_is_bounded(place: Place) -> None:
     place.with_settings(queue_max=1, rate_bytes_per_s=4000.0).incarnation()
     trainer = Trainer.make(place).connect()
@@ -235,6 +241,7 @@ def test_the_queue_is_bounded(place: Place) -> None:
     trainer.agent.bye(timeout_s=0.5, flush=False)
 
 
+@pytest.mark.long
 def test_waiting_for_what_was_not_asked_for_is_an_error(place: Place) -> None:
     place.incarnation()
     trainer = Trainer.make(place).connect()

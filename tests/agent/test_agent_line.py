@@ -96,6 +96,7 @@ def test_a_living_rank_is_not_replaced(place: Place, start: Start) -> None:
     Trainer.make(place).connect().agent.bye(timeout_s=10, flush=False)
 
 
+@pytest.mark.long
 def test_a_foreign_arena_is_refused(place: Place) -> None:
     place.incarnation()
     trainer = Trainer.make(place, rank=1, world=2)
@@ -121,6 +122,7 @@ def test_an_agent_of_a_newer_release_is_respected(place: Place, special_agent: S
     assert str(protocol.PROTOCOL + 1) in str(caught.value) and newer.poll() is None
 
 
+@pytest.mark.long
 def test_a_busy_agent_of_an_older_release_is_respected(
     place: Place, special_agent: Special, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +197,7 @@ def test_the_agent_keeps_an_arena_without_a_path_for_the_next_trainer(place: Pla
     following.agent.bye(timeout_s=10)
 
 
+@pytest.mark.long
 def test_arenas_with_a_path_are_named(place: Place) -> None:
     assert fetch_arenas(place.settings) == []
     place.incarnation()
@@ -237,6 +240,7 @@ def test_hostile_peers_are_hung_up_on_and_harm_nobody(place: Place) -> None:
     trainer.agent.bye(timeout_s=10)
 
 
+@pytest.mark.long
 def test_descriptors_do_not_gather_in_the_agent(place: Place) -> None:
     place.incarnation()
     trainer = Trainer.make(place, memfd=True).connect()
@@ -281,6 +285,7 @@ def test_a_rank_may_move_to_another_arena(place: Place) -> None:
     trainer.agent.bye(timeout_s=10)
 
 
+@pytest.mark.long
 def test_who_has_not_registered_cannot_flush(place: Place) -> None:
     place.incarnation()
     trainer = Trainer.make(place).connect()
