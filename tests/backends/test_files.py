@@ -67,10 +67,10 @@ def test_addresses() -> None:
 pieces = st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 3)), max_size=8)
 
 
-@settings(max_examples=150, deadline=None)
-@given(pieces=pieces)
+@settings(max_examples=250, deadline=None)
+@given(pieces=pieces, kind=st.sampled_from([Door, PlainDoor, ProudDoor, SlowDoor]))
 def test_any_pieces_at_any_addresses(
-    pieces: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory
+    pieces: list[tuple[int, int]], kind: type[Door], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Views of any length, aligned (0) or not, give the file that their concatenation is."""
     root = tmp_path_factory.mktemp("pieces")
@@ -78,7 +78,7 @@ def test_any_pieces_at_any_addresses(
     source[:] = content(len(source))
     views = [source[shift * 13 : shift * 13 + nbytes] for nbytes, shift in pieces]
     whole = b"".join(views)
-    door = Door(root)
+    door = kind(root)
     publisher = Publisher(door)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(filewriter, "DIRECT_BYTES_MIN", 0)
