@@ -176,7 +176,7 @@ def test_several_writers_share_one_rate() -> None:
 
 def test_no_catching_up_after_the_disk_stood_still() -> None:
     slices = itertools.count()
-    time, sink, backend = limited(pause=lambda: 20.0 if next(slices) in (50, 51, 400) else 0.0)
+    time, sink, backend = limited(pause=lambda: 20.0 if next(slices) in (50, 51, 120) else 0.0)
 
     async def main() -> None:
         writer = await backend.open_writer("a", 120 << 20)
