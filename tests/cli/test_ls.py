@@ -12,6 +12,8 @@ from everstep.format.manifest import Tombstone, encode_decision
 
 MANY = 1000
 MANY_CPU_S_MAX = 1.0
+TRIES = 3
+"""Processor time grows, too, on a machine that is busy."""
 
 
 def test_lists_what_a_load_may_take(made_run: Path) -> None:
@@ -58,9 +60,14 @@ def test_a_damaged_manifest_is_told_and_hides_nothing_else(run: Path) -> None:
 def test_a_thousand_checkpoints_in_a_second(tmp_path: Path) -> None:
     steps = [manifest(step, 1, world=2) for step in range(10, 10 * MANY + 1, 10)]
     root = bare_run(tmp_path / "run", incarnation(1), manifests=steps)
-    said = min((everstep("ls", root, "--json") for _ in range(3)), key=lambda said: said.cpu_s)
-    assert len(said.json["checkpoints"]) == MANY
-    assert said.cpu_s < MANY_CPU_S_MAX
+    tried = []
+    for _ in range(TRIES):
+        said = everstep("ls", root, "--json")
+        assert len(said.json["checkpoints"]) == MANY
+        tried.append(said.cpu_s)
+        if said.cpu_s < MANY_CPU_S_MAX:
+            return
+    raise AssertionError(f"processor seconds, tried {TRIES} times: {tried}")
 
 
 def test_snapshots_in_memory_are_listed(tmp_path: Path) -> None:
