@@ -44,8 +44,11 @@ class Decisions:
         elif step > self._through:
             self._follow(step)
         asked = merge(d for d in self._decided if self._last < d.step <= step)
-        self._last = step
         return asked if asked is not None else Decision(step, False, False)
+
+    def passed(self, step: int) -> None:
+        """What was decided for ``step`` is done. Until then a step that failed may be tried again."""
+        self._last = max(step, self._last)
 
     def _extend(self, schedule: Schedule, step: int, unfinished: int) -> None:
         """Decide through ``step`` + lookahead and publish it: one small message a step."""

@@ -25,6 +25,8 @@ from everstep.memory.directory import find_arenas
 from everstep.places import locate
 from torch import nn
 
+torch.set_num_threads(1)
+
 SHM = Path("/dev/shm")
 SOON_S = 30.0
 """Far more than anything here takes; what is awaited is an event, never the time itself."""
