@@ -460,6 +460,21 @@ def test_tied_weights_are_one_entry() -> None:
     assert Net().load_state_dict(found["model"])
 
 
+def test_a_square_and_its_transpose_are_two() -> None:
+    square = torch.arange(4.0).reshape(2, 2)
+    flat = flat_of({"a": [square, square.t(), square]})
+    assert len(flat.leaves) == 2
+    found = values(StateImage(flat.state), entries_of(flat), fill_from(flat.leaves))["a"]
+    assert found[1].tolist() == [[0, 2], [1, 3]] and found[2] is found[0]
+
+
+def test_leaves_have_no_lazy_bits() -> None:
+    lazy = torch.complex(torch.rand(2), torch.rand(2)).conj()
+    flat = flat_of({"a": [lazy, lazy.imag, lazy]})
+    assert len(flat.leaves) == 2
+    assert not any(leaf.tensor.is_conj() or leaf.tensor.is_neg() for leaf in flat.leaves)
+
+
 def test_a_small_view_is_stored_at_its_own_size() -> None:
     base = torch.arange(1000.0)
     flat = flat_of({"rows": [base[:10], base[5:7], base.reshape(10, 100)[3]], "base2": base[:10]})
@@ -491,6 +506,14 @@ def test_a_module_with_hooks_is_loaded_by_its_own_method() -> None:
     restore(TrainState(target, rng=False), flat_of(TrainState(source, rng=False)))
     assert target.note == "trained" and target.loads == 1
     assert equal_states(target, source) == []
+
+
+def test_a_hook_alone_makes_a_module_load_by_its_own_method() -> None:
+    for register in ("register_load_state_dict_post_hook", "register_load_state_dict_pre_hook"):
+        source, target, seen = nn.Linear(2, 2), nn.Linear(2, 2), []
+        getattr(target, register)(lambda *args, seen=seen: seen.append(1))
+        restore(TrainState(target, rng=False), flat_of(TrainState(source, rng=False)))
+        assert seen and equal_states(target, source) == []
 
 
 def test_a_bare_value_is_a_state_too() -> None:
