@@ -84,13 +84,13 @@ async def rotate(
     steps = await list_steps(backend, empty=True)
     standing: dict[Key, Manifest | Tombstone | None] = {}
     for found in steps:
-        if await is_superseded():
-            report.superseded = True
-            return report
         if found.key in keep and len(found.attempts) == 1 and found.attempts == found.decisions:
             continue  # the plan has read its manifest, and there is nothing else
         wanted = found.key in remove
         decision = standing[found.key] = await _standing(backend, found, report, wanted=wanted)
+        if (wanted or isinstance(decision, Tombstone)) and await is_superseded():
+            report.superseded = True
+            return report
         if isinstance(decision, Tombstone):
             await _finish(backend, found, decision, report, tombstone_wait_s, clock)
         elif isinstance(decision, Manifest) and wanted:
