@@ -67,7 +67,8 @@ class Writer(Protocol):
         ...
 
     async def commit(self) -> None:
-        """Check the length against the size given at the start, make durable, publish."""
+        """Check the length against the size given at the start, make durable, publish. After an error the
+        object may have been published or not, never in part; writing it again is always right."""
         ...
 
     async def abort(self) -> None: ...
@@ -105,8 +106,9 @@ class Backend(Protocol):
         ...
 
     async def create(self, name: str, data: bytes) -> None:
-        """Durably put a small object if its name is free, atomically; raises Conflict if it is not.
-        A lost answer is settled by reading back: equal bytes count as created."""
+        """Durably put a small object if its name is free, atomically; raises Conflict if it is not, and then
+        the object that holds the name is durable. A lost answer is settled by reading back: equal bytes count
+        as created."""
         ...
 
     def list(self, prefix: str = "") -> AsyncIterator[Item]:

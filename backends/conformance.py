@@ -219,15 +219,16 @@ class BackendConformance:
     @case
     async def test_the_announced_size_is_kept(self, backend: Backend, other: Backend) -> None:
         await backend.write("a", b"old")
-        short = await backend.open_writer("a", 10)
-        await short.write(memoryview(b"123"))
-        with refused(Permanent):
-            await short.commit()
-        long = await backend.open_writer("a", 10)
-        with refused(Permanent):
-            await long.write(memoryview(b"12345678901"))
-        await short.abort()
-        await long.abort()
+        for nbytes in (10, 2 << 20):
+            short = await backend.open_writer("a", nbytes)
+            await short.write(memoryview(bytes(nbytes // 2)))
+            with refused(Permanent):
+                await short.commit()
+            long = await backend.open_writer("a", nbytes)
+            with refused(Permanent):
+                await long.write(memoryview(bytes(nbytes + 1)))
+            await short.abort()
+            await long.abort()
         with refused(Permanent):
             await backend.open_writer("a", -1)
         assert await other.read("a") == b"old"

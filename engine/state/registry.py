@@ -79,6 +79,9 @@ class Registry:
 REGISTRY = Registry()
 """The registry used where none is given."""
 
+register = REGISTRY.register
+"""Let a class come back from files though it is not imported by the name that they have for it."""
+
 
 def slot_names(cls: type) -> list[str]:
     """Names of all slots that ``cls`` and its bases declare."""

@@ -13,7 +13,7 @@ from . import objects
 from .grads import Gradients
 from .registry import ObjectState, type_name
 from .rng import RandomState
-from .tree import FlatState, flatten
+from .tree import FlatState, Leaf, flatten
 
 BARE_PART = "bare_value"
 """The one part of a state that is no mapping of parts: a tensor, a list, a number, a large dict."""
@@ -153,7 +153,7 @@ class TrainState:
         are one for the whole job; everything else is this rank's own."""
         if part in self.replicated:
             return Scope.GLOBAL
-        if part == "grads" or not self._global_addresses:
+        if not self._global_addresses:
             return Scope.RANK
         for depth in range(len(path) - 2):
             if path[depth] == "state":
@@ -167,19 +167,32 @@ class TrainState:
         found = {id(item): item for _, _, item in self._find(torch.optim.Optimizer)}
         return list(found.values())
 
-    def late_tensors(self, flat: FlatState) -> set[int]:
+    def late_tensors(self, leaves: Sequence[Leaf]) -> set[int]:
         """Indices of the leaves that only an optimizer's step changes: its parameters and its state. They may
         be copied until just before that step; all others must be copied before the save returns."""
-        found: set[int] = set()
+        owned: dict[int, torch.Tensor] = {}
         for optimizer in self.optimizers():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    found.update(flat.find(parameter))
+                    owned[parameter.data_ptr()] = parameter
             for state in optimizer.state.values():
                 for value in state.values() if isinstance(state, dict) else ():
                     if isinstance(value, torch.Tensor):
-                        found.update(flat.find(value))
-        return {index for index in found if flat.leaves[index].part != "grads"}
+                        owned[value.data_ptr()] = value
+        owned.pop(0, None)
+        found: set[int] = set()
+        for index, leaf in enumerate(leaves):
+            tensor = leaf.tensor
+            other = owned.get(tensor.data_ptr())
+            # Another view that begins at the same address may reach further than what the optimizer owns.
+            if other is tensor or (
+                other is not None
+                and other.shape == tensor.shape
+                and other.stride() == tensor.stride()
+                and other.dtype == tensor.dtype
+            ):
+                found.add(index)
+        return found
 
     def describe(self) -> dict[str, Any]:
         """Plain values for the manifest: "parts" ({part: {"class", "settings"}}), "rng" (kinds), "data"."""
@@ -198,11 +211,11 @@ class TrainState:
                     yield part, path, item
 
     def _find_replicated(self) -> None:
-        parameters = [
-            parameter
-            for _, _, module in self._find(torch.nn.Module)
-            for parameter in objects.replicated_parameters(module)
-        ]
+        parameters: list[torch.nn.Parameter] = []
+        # Without a process group there is no DDP; looking for it in thousands of modules takes milliseconds.
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            for _, _, module in self._find(torch.nn.Module):
+                parameters += objects.replicated_parameters(module)
         self._global_addresses = frozenset(parameter.data_ptr() for parameter in parameters) - {0}
         self._global_state = {}
         if not parameters:

@@ -7,8 +7,8 @@ large numpy arrays are only referred to, by the leaves, until the copier has cop
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -59,26 +59,10 @@ class Leaf:
 
 @dataclass(slots=True)
 class FlatState:
-    """The leaves in the order that the state image refers to, and the state image. ``addresses`` maps where a
-    tensor begins in memory to the leaf, or leaves, that begin there."""
+    """The leaves in the order that the state image refers to, and the state image."""
 
     leaves: list[Leaf]
     state: bytes
-    addresses: dict[int, int | list[int]] = field(default_factory=dict, repr=False)
-
-    def find(self, tensor: torch.Tensor) -> Iterator[int]:
-        """The leaves that are the elements of ``tensor`` and no others."""
-        found = self.addresses.get(tensor.data_ptr())
-        if found is None:
-            return
-        for index in _as_list(found):
-            other = self.leaves[index].tensor
-            if other is tensor or (
-                other.shape == tensor.shape
-                and other.stride() == tensor.stride()
-                and other.dtype == tensor.dtype
-            ):
-                yield index
 
     def signature(self) -> list[tuple[Any, ...]]:
         """What the layout depends on: two states of equal signatures have the same layout."""
@@ -101,7 +85,7 @@ def flatten(parts: Mapping[str, Any], *, scope: ScopeOf | None = None) -> FlatSt
     finally:
         if collecting:
             gc.enable()
-    return FlatState(encoder.leaves, state, encoder.addresses())
+    return FlatState(encoder.leaves, state)
 
 
 def full_box(shape: tuple[int, ...]) -> tuple[Box, ...]:
@@ -206,10 +190,6 @@ class TreeEncoder(Encoder):
             what = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
             return self.refuse(value, text, f"a {what} tensor cannot be stored", "Store its dense parts")
         return self.refuse(value, text, f"a tensor of dtype {value.dtype} cannot be stored")
-
-    def addresses(self) -> dict[int, int | list[int]]:
-        """Leaves by address."""
-        return self._at
 
     def array_leaf(self, value: np.ndarray[Any, Any], dtype: str, text: str, path: Path) -> Node:
         """A numpy array as an entry, of torch's dtype where there is one, else as its bytes."""

@@ -1,12 +1,18 @@
-"""Doors that fail, for tests."""
+"""Doors that fail, and what tests of local files share."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
 
 from everstep.backends.door import O_DIRECT, Door, Entry, File
+from everstep.backends.files import LocalBackend
+
+T = TypeVar("T")
 
 
 class FailingDoor(Door):
@@ -133,3 +139,17 @@ class SlowDoor(Door):
 
 def _part(nbytes: int) -> int:
     return 4096 if nbytes > 4096 else max(1, nbytes // 2) if nbytes < 4096 else nbytes
+
+
+def with_backend(backend: LocalBackend, job: Callable[[LocalBackend], Awaitable[T]]) -> T:
+    async def main() -> T:
+        try:
+            return await job(backend)
+        finally:
+            await backend.close()
+
+    return asyncio.run(main())
+
+
+def temporaries(root: Path) -> list[Path]:
+    return list(root.rglob(".tmp-*"))

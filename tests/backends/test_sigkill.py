@@ -74,16 +74,17 @@ def run_child() -> Iterator[Run]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert server.stdin is not None and server.stdout is not None
+    orders, answers = server.stdin, server.stdout
+    assert orders is not None and answers is not None
 
     def run(root: Path, how: str, point: str) -> int:
-        server.stdin.write(json.dumps({"how": how, "root": str(root), "point": point}) + "\n")
-        server.stdin.flush()
-        return int(server.stdout.readline())
+        orders.write(json.dumps({"how": how, "root": str(root), "point": point}) + "\n")
+        orders.flush()
+        return int(answers.readline())
 
     yield run
-    server.stdin.close()
-    server.stdout.close()
+    orders.close()
+    answers.close()
     assert server.wait(30) == 0
 
 

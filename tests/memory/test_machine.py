@@ -71,6 +71,7 @@ OFTEN = [
     name
     for name, times in {
         "train": 5,
+        "run_ahead": 3,
         "begin": 3,
         "copy": 2,
         "publish": 3,
@@ -84,6 +85,7 @@ OFTEN = [
         "seal": 2,
         "accept": 3,
         "misjudge": 1,
+        "read_on": 1,
         "kill_reader": 1,
     }.items()
     for _ in range(times)
@@ -185,6 +187,12 @@ class Protocol(RuleBasedStateMachine):
         self.begin(replace(move, kill=None))
         self.publish(move)
         self.complete(move)
+
+    def run_ahead(self, move: Move) -> None:
+        """Snapshots that other ranks do not have yet: W stays."""
+        for _ in range(move.number % 3 + 1):
+            self.begin(replace(move, kill=None))
+            self.publish(move)
 
     def begin(self, move: Move) -> None:
         if self.trainer is None or self.slot is not None:
@@ -348,6 +356,16 @@ class Protocol(RuleBasedStateMachine):
         """Everybody believes that a reader is dead, but it reads on."""
         if move.reader in self.readers:
             self.living.discard(self.readers[move.reader].process)
+
+    def read_on(self, move: Move) -> None:
+        """A reader that is believed to be dead reads while its snapshot is written over."""
+        life = replace(move, kill=None)
+        self.pin(life)
+        self.misjudge(life)
+        for number in range(4):
+            self.train(life)
+            self.look(replace(life, number=number))
+        self.accept(life)
 
     def kill_reader(self, move: Move) -> None:
         if move.reader in self.readers:

@@ -361,7 +361,7 @@ def test_optimizer_groups_and_shapes_are_compared() -> None:
 
 @pytest.mark.parametrize("warm", [False, True])
 def test_moments_keep_their_dtype_under_parameters_of_another(warm: bool) -> None:
-    """torch casts optimizer state to the parameters' dtype; fp32 moments of bf16 weights would be rounded for good."""
+    """torch casts optimizer state to the parameters' dtype: fp32 moments of bf16 weights would be rounded."""
 
     def make(fill: float) -> TrainState:
         model = nn.Linear(4, 4, dtype=torch.bfloat16)
@@ -524,6 +524,36 @@ def test_random_numbers_go_on() -> None:
     restore(TrainState(), flat)
     assert draw() == expected
     assert TrainState().describe()["rng"][:3] == ["python", "numpy", "torch"]
+
+
+def test_objects_are_loaded_in_the_order_in_which_they_depend() -> None:
+    """A scheduler finds its optimizer restored; what an object draws while loading changes nothing."""
+    seen: list[str] = []
+
+    class Scheduler(torch.optim.lr_scheduler.StepLR):
+        def load_state_dict(self, state: Any) -> None:
+            seen.append(f"scheduler {self.optimizer.param_groups[0]['lr']}")
+            super().load_state_dict(state)
+
+    class Drawing(Loader):
+        def load_state_dict(self, state: Any) -> None:
+            seen.append(f"loader {torch.rand(1).numel()}")
+
+    def make(rate: float) -> TrainState:
+        model = Hooked()
+        model.register_load_state_dict_post_hook(lambda module, keys: seen.append("model"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        schedule = Scheduler(optimizer, 3)
+        optimizer.param_groups[0]["lr"] = rate
+        return TrainState(loader=Drawing(), scheduler=schedule, optimizer=optimizer, model=model)
+
+    torch.manual_seed(3)
+    flat = make(0.25).flatten()
+    expected = torch.rand(3)
+    target = make(0.5)
+    restore(target, flat)
+    assert seen == ["model", "scheduler 0.25", "loader 1"]
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_generators_of_absent_devices_are_a_difference() -> None:

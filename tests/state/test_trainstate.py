@@ -131,7 +131,9 @@ def test_late_tensors_are_the_optimizers_alone() -> None:
         model, optimizer, rng=False, ema=ema, grads=True, extra={"view": view, "n": torch.ones(1)}
     )
     flat = state.flatten()
-    late = {f"{flat.leaves[index].part}/{flat.leaves[index].key}" for index in state.late_tensors(flat)}
+    late = {
+        f"{flat.leaves[index].part}/{flat.leaves[index].key}" for index in state.late_tensors(flat.leaves)
+    }
     moments = {f"optimizer/state/#{n}/{name}" for n in range(4) for name in ("step", "exp_avg", "exp_avg_sq")}
     assert late == {f"model/{key}" for key in KEYS[:4]} | moments
     assert state.optimizers() == [optimizer]
@@ -168,6 +170,13 @@ def test_gradients_between_two_optimizer_steps() -> None:
         for _ in range(4):
             micro(target)
         assert equal_states(target, source) == []
+
+
+def test_gradients_that_were_not_there_are_dropped() -> None:
+    source, target = (TrainState(nn.Linear(2, 2), rng=False, grads=True, micro_step=n) for n in (0, 1))
+    target.model(torch.ones(1, 2)).sum().backward()
+    restore(target, source.flatten())
+    assert target.model.weight.grad is None and target.micro_step == 0
 
 
 def test_a_save_that_would_lose_gradients_is_refused() -> None:

@@ -166,6 +166,26 @@ def test_swapped_files_of_equal_size_are_found(whole: Path, tmp_path: Path) -> N
     assert_found(root, first, "swapped chunks")
 
 
+def test_another_checkpoint_under_the_same_names_is_not_the_manifests(whole: Path, tmp_path: Path) -> None:
+    """An old manifest with newer votes and images, all of them whole."""
+    root, other = tmp_path / "run", tmp_path / "other"
+    shutil.copytree(whole, root)
+
+    async def make() -> None:
+        backend = LocalBackend(other)
+        await kit.start_run(backend)
+        for rank in range(2):
+            pinned = kit.snapshot(STEP, rank)
+            pinned.data["image:model"][-1] ^= 1
+            await kit.flush(backend, STEP, rank, pinned=pinned)
+        await backend.close()
+
+    asyncio.run(make())
+    attempt = names.attempt_dir(STEP, 1, 1)
+    shutil.copytree(other / attempt, root / attempt, dirs_exist_ok=True)
+    assert_found(root, names.vote(STEP, 1, 1, 0), "another vote")
+
+
 def test_quick_finds_sizes_and_leaves_bytes_unread(whole: Path, tmp_path: Path) -> None:
     root = tmp_path / "run"
     shutil.copytree(whole, root)
