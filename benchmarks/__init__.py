@@ -1,0 +1,1 @@
+"""Benchmarks against what the machine can do with the same bytes; `everstep bench` runs them."""
