@@ -79,9 +79,6 @@ class Registry:
 REGISTRY = Registry()
 """The registry used where none is given."""
 
-register = REGISTRY.register
-"""Let a class come back from files though it is not imported by the name that they have for it."""
-
 
 def slot_names(cls: type) -> list[str]:
     """Names of all slots that ``cls`` and its bases declare."""
@@ -144,7 +141,8 @@ def _is_kind(cls: type, kind: str) -> bool:
     return base is not None and cls is not base and issubclass(cls, base)
 
 
-def register(cls: C) -> C:
-    """Have values of ``cls`` (a named tuple, dataclass, enum, or subclass of a container or plain type) come back as
-    such, wherever the name that a file gives for it is not importable as it was. Usable as a decorator."""
-    return REGISTRY.register(cls)
+def register(cls: C, name: str | None = None) -> C:
+    """Let values stored under ``name`` (the class's own ``module:qualified name``, if not given) come back as
+    ``cls``: a named tuple, dataclass, enum, or subclass of a container or plain type whose module is not imported
+    under the name that files have for it. Usable as a decorator. BadOption if another class has that name."""
+    return REGISTRY.register(cls, name)
