@@ -136,7 +136,7 @@ class Snapshots:
             return frozenset()
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return frozenset()
-        return frozenset(state.late_tensors(flat))
+        return frozenset(state.late_tensors(flat.leaves))
 
     def _before_optimizer(self) -> None:
         began = time.perf_counter()

@@ -79,6 +79,9 @@ class Registry:
 REGISTRY = Registry()
 """The registry used where none is given."""
 
+register = REGISTRY.register
+"""Let a class come back from files though it is not imported by the name that they have for it."""
+
 
 def slot_names(cls: type) -> list[str]:
     """Names of all slots that ``cls`` and its bases declare."""
@@ -139,10 +142,3 @@ def _is_kind(cls: type, kind: str) -> bool:
     bases: dict[str, type] = {"enum": enum.Enum, "dict": dict, "list": list, **VALUE_BASES}
     base = bases.get(kind)
     return base is not None and cls is not base and issubclass(cls, base)
-
-
-def register(cls: C, name: str | None = None) -> C:
-    """Let values stored under ``name`` (the class's own ``module:qualified name``, if not given) come back as
-    ``cls``: a named tuple, dataclass, enum, or subclass of a container or plain type whose module is not imported
-    under the name that files have for it. Usable as a decorator. BadOption if another class has that name."""
-    return REGISTRY.register(cls, name)
