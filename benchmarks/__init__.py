@@ -1,1 +1,1 @@
-"""Benchmarks against what the machine can do with the same bytes; `everstep bench` runs them."""
+"""Named workloads that measure the engine, with the floors of the machine beside them."""
