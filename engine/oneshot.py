@@ -28,7 +28,6 @@ from .ranks import Ranks
 from .session import describe
 from .snapshot.copier import Copier
 from .state.trainstate import TrainState
-from .state.tree import flatten
 from .store.blocking import run_blocking
 from .store.commit import abort_attempt, try_commit
 from .store.flush import FlushJob, flush_rank
@@ -81,7 +80,7 @@ def save(
     backend = open_backend(place.url, shared=True)
     trained, plain = TrainState.of(state), plain_config(config)
     facts = plain_metrics(metrics)
-    flat = flatten(trained.parts(), scope=trained.scope)
+    flat = trained.flatten()
     plan = LayoutPlanner(0, 1).plan(flat)
     run, record = begin_incarnation(
         backend,

@@ -14,7 +14,7 @@ from .plan.owners import Owners
 from .snapshot.copier import Plan
 from .snapshot.estimate import estimate
 from .state.trainstate import TrainState
-from .state.tree import FlatState, Leaf, flatten
+from .state.tree import FlatState, Leaf
 
 
 class LayoutPlanner:
@@ -51,7 +51,7 @@ def _is_full(leaf: Leaf) -> bool:
 def expected_slot_bytes(state: TrainState, world: int) -> int:
     """Room for one snapshot of this rank, said before the first step: what is there now and what optimizers will
     add; of GLOBAL tensors this rank's share, and one whole of the largest, for shares are not equal."""
-    flat = flatten(state.parts(), scope=state.scope)
+    flat = state.flatten()
     own = [leaf.tensor for leaf in flat.leaves if leaf.scope is Scope.RANK]
     shared = [leaf.tensor for leaf in flat.leaves if leaf.scope is Scope.GLOBAL]
     if not shared:

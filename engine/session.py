@@ -54,8 +54,8 @@ class Session:
         adopted = adopted_of(record)
         tier.open(run_id=run.run_id, incarnation=record.number, adopted=adopted, world=ranks.world)
         self._client = self._connect(place, policy, run, agent, adopted)
-        self.outcomes = Outcomes(policy)
-        self._decisions = Decisions(ranks, policy, start=adopted[1] if adopted else 0, unfinished_max=max(1, slots - 2))
+        self.outcomes = Outcomes(policy, record.number)
+        self._decisions = Decisions(ranks, policy, start=adopted[1] if adopted else -1, unfinished_max=max(1, slots - 2))
         self._snapshots = Snapshots(tier, ranks, overlap=overlap)
         self._pending: Taken | None = None
         self._last_step = adopted[1] if adopted is not None else -1

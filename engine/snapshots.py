@@ -23,7 +23,7 @@ from .ranks import Ranks
 from .snapshot.copier import Copier
 from .snapshot.late import LateCopy
 from .state.trainstate import TrainState
-from .state.tree import FlatState, flatten
+from .state.tree import FlatState
 
 
 class Taken:
@@ -71,7 +71,7 @@ class Snapshots:
         Raises UnsupportedValue before anything is touched, CapacityError if no slot becomes free in time.
         """
         self.settle(timeout_s)
-        flat = flatten(state.parts(), scope=state.scope)
+        flat = state.flatten()
         plan = self._planner.plan(flat)
         late_leaves = self._late_leaves(flat, state) if late else frozenset()
         meta_bytes = meta()

@@ -86,6 +86,7 @@ class AgentClient:
         self._verdicts: dict[int, Progress] = {}
         self._untold: EverstepError | None = None
         self._down = False
+        self._said_goodbye = False
         self._numbers = itertools.count(1)
         frames = None if inline is None else FrameSocket(inline.socket)
         self._link = Link(settings, hello, up=self._registered, lost=self._agent_lost, inline=frames)
@@ -230,6 +231,7 @@ class AgentClient:
                 self._await_up(max(0.0, deadline - time.monotonic()))
                 self._link.send(Bye(number, flush))
                 self._reply(Goodbye, number, max(0.1, deadline - time.monotonic()))
+                self._said_goodbye = flush
         self.close()
         if flush and left:
             raise SaveFailed(
@@ -246,7 +248,7 @@ class AgentClient:
             return
         self._link.close()
         if self._inline is not None:
-            self._inline.stop()
+            self._inline.stop(finish=self._said_goodbye)
 
     # -- inside
 
