@@ -1,0 +1,1 @@
+"""Named workloads that measure the engine, with the floors of the machine beside them."""

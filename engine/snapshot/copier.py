@@ -129,10 +129,13 @@ def _match(layout: Layout, expected: Expected, into: list[torch.Tensor], leaves:
 
 def _alike(wanted: Sequence[Any], expected: Expected) -> bool:
     try:
-        same_shapes = [leaf.shape for leaf in wanted] == expected.shapes
-        return same_shapes and [leaf.dtype for leaf in wanted] == expected.dtypes
+        # One by one: a list of all shapes is thousands of new objects, each time, and sets the collector off.
+        for leaf, shape, dtype in zip(wanted, expected.shapes, expected.dtypes, strict=True):
+            if leaf.shape != shape or leaf.dtype is not dtype:
+                return False
     except AttributeError:  # a None, or no tensor at all: looked at one by one
         return False
+    return True
 
 
 def _match_one(entry: Entry, index: int, leaf: Any, destination: torch.Tensor, found: _Sources) -> None:

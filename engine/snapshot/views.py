@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import gc
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -69,7 +71,7 @@ def build_destinations(
     layout: Layout, expected: Expected, places: Mapping[str, memoryview]
 ) -> list[torch.Tensor]:
     """Views of all stored entries in one slot, whose regions are ``places``."""
-    with torch._C.DisableTorchFunction():
+    with torch._C.DisableTorchFunction(), _no_collection():
         images = [
             torch.frombuffer(places[IMAGE_PREFIX + image.name], dtype=torch.uint8) for image in layout.images
         ]
@@ -77,6 +79,18 @@ def build_destinations(
             _view(images, layout.entries[index], shape, carrier(dtype))
             for index, shape, dtype in zip(expected.indices, expected.shapes, expected.dtypes, strict=True)
         ]
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Thousands of views made at once would set off full collections of all the trainer's objects."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def torch_dtype(name: str) -> torch.dtype:

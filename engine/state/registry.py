@@ -142,9 +142,3 @@ def _is_kind(cls: type, kind: str) -> bool:
     bases: dict[str, type] = {"enum": enum.Enum, "dict": dict, "list": list, **VALUE_BASES}
     base = bases.get(kind)
     return base is not None and cls is not base and issubclass(cls, base)
-
-
-def register(cls: C) -> C:
-    """Have values of ``cls`` (a named tuple, dataclass, enum, or subclass of a container or plain type) come back as
-    such, wherever the name that a file gives for it is not importable as it was. Usable as a decorator."""
-    return REGISTRY.register(cls)

