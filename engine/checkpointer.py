@@ -21,7 +21,14 @@ from .config import config_hash, plain_config
 from .discovery import find_run, open_arenas
 from .errors import BadOption, Closed, EverstepError, NotARun
 from .format.constants import CHUNK_BYTES
-from .format.records import IncarnationRecord, RunRecord, decode_incarnation, decode_run, encode_incarnation, encode_run
+from .format.records import (
+    IncarnationRecord,
+    RunRecord,
+    decode_incarnation,
+    decode_run,
+    encode_incarnation,
+    encode_run,
+)
 from .handles import SaveHandle
 from .loading import Loader, Recovery, into_state
 from .memory.arena import Arena
@@ -308,7 +315,9 @@ class Checkpointer:
             )
             return [encode_run(run), encode_incarnation(record)]
 
-        run_data, record_data = ranks.from_first("opening the run", begin, timeout_s=self._policy.rank_timeout_s)
+        run_data, record_data = ranks.from_first(
+            "opening the run", begin, timeout_s=self._policy.rank_timeout_s
+        )
         run = decode_run(run_data, "run.json")
         record = decode_incarnation(record_data, f"incarnation of {self._place.url}")
         try:
@@ -359,7 +368,9 @@ def _check_mesh(mesh: Mapping[str, int], world: int) -> None:
     for length in mesh.values():
         size *= length
     if size != world:
-        raise BadOption("mesh= does not fit the number of ranks", found=dict(mesh), expected=f"a product of {world}")
+        raise BadOption(
+            "mesh= does not fit the number of ranks", found=dict(mesh), expected=f"a product of {world}"
+        )
 
 
 def _close_former(url: str, new: Checkpointer) -> None:
@@ -371,7 +382,11 @@ def _close_former(url: str, new: Checkpointer) -> None:
         try:
             former.close()
         except EverstepError as error:
-            warnings.warn(f"everstep: closing the former checkpointer of this run: {error}", RuntimeWarning, stacklevel=3)
+            warnings.warn(
+                f"everstep: closing the former checkpointer of this run: {error}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
 
 def is_open_here(url: str) -> bool:

@@ -32,7 +32,9 @@ class Decisions:
         self._unfinished_max = unfinished_max
         self._schedule: Schedule | None = None
         if ranks.rank == 0:
-            self._schedule = Schedule(policy.snapshot_every, policy.full_every, LOOKAHEAD_STEPS, policy.on_slow)
+            self._schedule = Schedule(
+                policy.snapshot_every, policy.full_every, LOOKAHEAD_STEPS, policy.on_slow
+            )
         self._through = start
         self._last = start
         self._decided: list[Decision] = []

@@ -124,7 +124,9 @@ class Proposals:
         if not self.records:
             return []
         lineage = Lineage(self.records)
-        keys = [key for key in self._names.keys() | self._in_memory if key[0] in known and lineage.counts(*key)]
+        keys = [
+            key for key in self._names.keys() | self._in_memory if key[0] in known and lineage.counts(*key)
+        ]
         return sorted((key for key in keys if step is None or key[1] == step), reverse=True)
 
     def next(self) -> Candidate | None:
@@ -161,9 +163,13 @@ class Proposals:
         if not self._writes:
             self.problems.append(f"{told}; a training run that loads here commits it")
             return None
-        world = run_blocking(read_vote(self._backend, names.step, names.incarnation, attempts[-1], 0))[1].world
+        world = run_blocking(read_vote(self._backend, names.step, names.incarnation, attempts[-1], 0))[
+            1
+        ].world
         decided = run_blocking(try_commit(self._backend, names.step, names.incarnation, attempts[-1], world))
-        self.problems.append(f"{told}; committed now" if isinstance(decided, Manifest) else f"{told}; given up")
+        self.problems.append(
+            f"{told}; committed now" if isinstance(decided, Manifest) else f"{told}; given up"
+        )
         return decided if isinstance(decided, Manifest) else None
 
 

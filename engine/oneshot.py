@@ -120,7 +120,13 @@ def _write(
     """Through a private slot, as every snapshot."""
     need = sum(-(-size // ALIGN_BYTES) * ALIGN_BYTES for _, size in plan.regions(len(flat.state), len(meta)))
     arena = Arena.create_memfd(
-        run_key=place.run_key, node=place.node, rank=0, world=1, slots=1, slot_bytes=need, chunk_bytes=run.chunk_bytes
+        run_key=place.run_key,
+        node=place.node,
+        rank=0,
+        world=1,
+        slots=1,
+        slot_bytes=need,
+        chunk_bytes=run.chunk_bytes,
     )
     with arena:
         arena.take(Process.current(), run_id=run.run_id, incarnation=record.number, world=1)
@@ -173,4 +179,6 @@ def _explain_nothing(root: str | os.PathLike[str], url: str) -> None:
             found="no run.json" if os.path.isdir(root) else "no such directory",
             expected="the directory of a run",
         )
-    raise NoCheckpoint(f"the run at {os.fspath(root)} has no checkpoint yet", hint="`everstep fsck` says more.")
+    raise NoCheckpoint(
+        f"the run at {os.fspath(root)} has no checkpoint yet", hint="`everstep fsck` says more."
+    )

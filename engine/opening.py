@@ -122,7 +122,9 @@ def _refuse_unloaded(backend: Backend, origin: Origin) -> None:
     steps = run_blocking(list_steps(backend))
     raise NotLoaded(
         "this run was written before, and nothing was loaded from it",
-        found=f"{len(steps)} checkpoint(s), the newest of step {steps[-1].step}" if steps else "earlier incarnations",
+        found=f"{len(steps)} checkpoint(s), the newest of step {steps[-1].step}"
+        if steps
+        else "earlier incarnations",
         expected="load(...) before the first step or save",
         hint='To start again from nothing and keep what is there listed, pass fresh="why".',
     )

@@ -10,16 +10,18 @@ from typing import Any, Literal
 
 import msgspec
 
-from .agent.client import AgentClient
+from .agent.client import AgentClient, Progress
 from .agent.values import AgentSettings, Hello
 from .config import plain_metrics
 from .decisions import Decisions
 from .errors import EverstepError, StepOrder
 from .format.records import IncarnationRecord, RunRecord
 from .handles import SaveHandle
+from .memory.control import Purpose
 from .memory.process import Process
+from .memory.slots import Pinned
 from .memorytier import Key, MemoryTier
-from .outcomes import Outcomes
+from .outcomes import FINISHED, Outcomes
 from .places import Place
 from .plan.retention import Retention
 from .policy import Policy
@@ -62,8 +64,11 @@ class Session:
         self._unfinished_max = max(1, slots - 2)
         start = adopted[1] if adopted else -1
         self._decisions = Decisions(ranks, policy, start=start, unfinished_max=self._unfinished_max)
-        self._snapshots = Snapshots(tier, ranks, overlap=overlap)
+        self._snapshots = Snapshots(tier, ranks, overlap=overlap, settled=self._send_pending)
         self._pending: Taken | None = None
+        self._pins: dict[int, Pinned] = {}
+        """Slots whose flush was asked for: the agent pins a slot only when it comes to the request, and a new one
+        has to find what a killed one was writing."""
         self._ended = False
         self._last_step = adopted[1] if adopted is not None else -1
 
@@ -155,6 +160,7 @@ class Session:
                 stack.callback(self._client.close)
                 stack.callback(self._goodbye, flush)
                 stack.callback(self._snapshots.close)
+                stack.callback(self._pins.clear)
 
     def _make_durable(self) -> None:
         """The newest snapshot, and what is on its way. Raises what went wrong, a failure of the newest first."""
@@ -191,13 +197,12 @@ class Session:
             self.outcomes.wait(unfinished[0], self._policy.close_timeout_s, self._look)
 
     def _settle(self) -> None:
-        """End a late copy. If it is void, the other ranks hear of it at once; raises StateMismatch."""
-        try:
-            self._snapshots.settle(self._policy.slot_timeout_s)
-        finally:
-            self._send_pending()
+        """End a late copy. Raises StateMismatch if it is void."""
+        self._snapshots.settle(self._policy.slot_timeout_s)
 
-    def _snapshot(self, step: int, state: TrainState, metrics: Mapping[str, Any] | None, *, late: bool) -> None:
+    def _snapshot(
+        self, step: int, state: TrainState, metrics: Mapping[str, Any] | None, *, late: bool
+    ) -> None:
         self._settle()
         try:
             facts = plain_metrics(metrics)
@@ -234,9 +239,12 @@ class Session:
             return
         if taken.moved:
             self._pending = None
-            self._client.give_up(taken.step, f"rank {self._ranks.rank}: changed while it was copied: {taken.moved}")
+            self._client.give_up(
+                taken.step, f"rank {self._ranks.rank}: changed while it was copied: {taken.moved}"
+            )
         elif taken.whole:
             self._pending = None
+            self._pins[taken.step] = self._tier.arena.pin(taken.slot, taken.generation, purpose=Purpose.FLUSH)
             self._client.flush(taken.step, slot=taken.slot, generation=taken.generation, kind="full")
 
     def _check_order(self, step: int, *, again: bool) -> None:
@@ -254,14 +262,27 @@ class Session:
 
     def _look(self, seconds: float) -> None:
         for progress in self._client.listen(min(seconds, 0.5)):
-            self.outcomes.note(progress)
+            self._note(progress)
 
     def _hear_quietly(self) -> None:
         for progress in self._client.poll():
-            self.outcomes.note(progress)
+            self._note(progress)
+
+    def _note(self, progress: Progress) -> None:
+        self.outcomes.note(progress)
+        written = progress.stage == "voted" and progress.rank == self._ranks.rank
+        if progress.incarnation == self._record.number and (written or progress.stage in FINISHED):
+            pin = self._pins.pop(progress.step, None)
+            if pin is not None:
+                pin.release()
 
     def _connect(
-        self, place: Place, policy: Policy, run: RunRecord, agent: Literal["process", "inline"], adopted: Key | None
+        self,
+        place: Place,
+        policy: Policy,
+        run: RunRecord,
+        agent: Literal["process", "inline"],
+        adopted: Key | None,
     ) -> AgentClient:
         arena = self._tier.arena
         hello = Hello(

@@ -52,7 +52,9 @@ def test_changes_after_the_call_do_not_reach_the_checkpoint(root: Path, tier: st
     found = everstep.load(root)
     expected = live()
     assert torch.equal(found["tensor"], expected["tensor"]) and torch.equal(found["small"], expected["small"])
-    assert np.array_equal(found["array"], expected["array"]) and np.array_equal(found["little"], expected["little"])
+    assert np.array_equal(found["array"], expected["array"]) and np.array_equal(
+        found["little"], expected["little"]
+    )
     assert found["nested"] == expected["nested"]
 
 
@@ -154,10 +156,14 @@ def test_a_tensor_that_moves_under_a_late_copy_voids_the_snapshot_loudly(root: P
     assert "0.weight" in str(caught.value) and caught.value.step == 3
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        until(lambda: ckpt._session.outcomes.outcome(3)[0] or ckpt._session._look(0.1), "the verdict on step 3")
+        until(
+            lambda: ckpt._session.outcomes.outcome(3)[0] or ckpt._session._look(0.1), "the verdict on step 3"
+        )
         training.step()
         ckpt.step(4, training.state)
-    assert any("step 3" in str(one.message) for one in heard), "the flush of the void snapshot is told to fail"
+    assert any("step 3" in str(one.message) for one in heard), (
+        "the flush of the void snapshot is told to fail"
+    )
     ckpt.close()
     assert 3 not in steps_on_disk(root) and 4 in steps_on_disk(root)
 
@@ -192,7 +198,9 @@ def test_an_optimizer_step_that_never_comes_does_not_hang_the_next_save(root: Pa
 @pytest.mark.parametrize("on_slow", ["wait", "skip", "supersede"])
 def test_what_happens_when_flushes_are_slower_than_their_interval(root: Path, on_slow: str) -> None:
     state = {"w": torch.zeros(40_000), "n": 0}
-    ckpt = opened(root, policy={"full_every": 1, "on_slow": on_slow, "rate_bytes_per_s": 3e5, "keep_last": 99})
+    ckpt = opened(
+        root, policy={"full_every": 1, "on_slow": on_slow, "rate_bytes_per_s": 3e5, "keep_last": 99}
+    )
     ckpt.load(state)
     handles = {}
     for step in range(1, 7):
