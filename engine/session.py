@@ -177,7 +177,7 @@ class Session:
     def _goodbye(self, flush: bool) -> None:
         """Whatever is not durable by now was told; the agent's complaint would hide it."""
         try:
-            self._client.bye(timeout_s=GOODBYE_TIMEOUT_S, flush=flush)
+            self._client.bye(timeout_s=min(GOODBYE_TIMEOUT_S, self._policy.close_timeout_s), flush=flush)
         except EverstepError as error:
             log.warning("everstep: leaving the agent: %s", error)
 
@@ -216,7 +216,8 @@ class Session:
             )
         except BaseException as error:
             # The other ranks may have asked for a flush of this step: let them hear at once why it cannot be.
-            self._client.give_up(step, f"rank {self._ranks.rank}: {type(error).__name__}: {error}")
+            if self._ranks.world > 1:
+                self._client.give_up(step, f"rank {self._ranks.rank}: {type(error).__name__}: {error}")
             raise
         if self._snapshots.moved_arena:
             self._snapshots.moved_arena = False
