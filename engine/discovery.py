@@ -12,6 +12,7 @@ from pathlib import Path
 from .backends.api import Backend
 from .errors import Damaged, EverstepError, NotARun, Pruned
 from .format.manifest import Manifest
+from .format.names import RUN
 from .format.records import IncarnationRecord, RunRecord
 from .memory.arena import Arena
 from .memory.directory import find_arenas
@@ -58,10 +59,13 @@ class Candidate:
 
 
 def find_run(backend: Backend) -> RunRecord | None:
-    """The run's record, or None where there is none. Everything else (unreadable, damaged, newer) raises."""
+    """The run's record, or None where there is none yet. Everything else (unreadable, damaged, newer, a root that
+    can be no run) raises."""
     try:
         return run_blocking(open_run(backend))
-    except NotARun:
+    except NotARun as error:
+        if error.expected != RUN:
+            raise
         return None
 
 
