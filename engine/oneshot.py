@@ -10,9 +10,9 @@ from typing import Any
 
 from .backends.api import Backend
 from .backends.open import open_backend
+from .checkpointer import is_open_here
 from .config import config_hash, plain_config, plain_metrics
 from .discovery import Proposals, find_run, open_arenas
-from .checkpointer import is_open_here
 from .errors import EverstepError, NoCheckpoint, NotARun, RunInUse, SaveAbandoned, StepOrder
 from .format.constants import ALIGN_BYTES
 from .format.manifest import Abort
@@ -190,4 +190,6 @@ def _nothing_there(root: str | os.PathLike[str], backend: Backend) -> EverstepEr
             found="no run.json" if os.path.isdir(root) else "no such directory",
             expected="the directory of a run",
         )
-    return NoCheckpoint(f"the run at {os.fspath(root)} has no checkpoint yet", hint="`everstep fsck` says more.")
+    return NoCheckpoint(
+        f"the run at {os.fspath(root)} has no checkpoint yet", hint="`everstep fsck` says more."
+    )

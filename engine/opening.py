@@ -13,9 +13,9 @@ from .errors import NotLoaded, RunInUse
 from .format.constants import CHUNK_BYTES
 from .format.records import IncarnationRecord, RunRecord, Writer
 from .memory.process import Process
+from .places import Place
 from .store.blocking import run_blocking
 from .store.catalog import list_steps
-from .places import Place
 from .store.runs import add_incarnation, create_run, read_incarnations, require_records
 from .writers import is_writing, mark, unmark
 
