@@ -99,7 +99,9 @@ def test_a_state_that_gains_a_part_and_optimizer_state_grows_its_slots(root: Pat
     assert same_bits(again.weights(), training.weights())
 
 
-@pytest.mark.parametrize("trainer", [{"step": [1, 2, 3, 4, 5, 6]}, {"step": [5, 9, 12, 30]}, {"step": [0, 1, 2]}])
+@pytest.mark.parametrize(
+    "trainer", [{"step": [1, 2, 3, 4, 5, 6]}, {"step": [5, 9, 12, 30]}, {"step": [0, 1, 2]}]
+)
 def test_intervals_of_snapshots_with_steps_that_jump(root: Path, trainer: dict[str, list[int]]) -> None:
     steps = trainer["step"]
     state = {"n": 0}
