@@ -15,6 +15,7 @@ from .agent.values import AgentSettings, Hello
 from .config import plain_metrics
 from .decisions import Decisions
 from .errors import EverstepError, StepOrder
+from .format.plain import to_plain
 from .format.records import IncarnationRecord, RunRecord
 from .handles import SaveHandle
 from .memory.control import Purpose
@@ -335,7 +336,8 @@ def describe(state: TrainState, record: IncarnationRecord, rank: int, metrics: d
         "facts": {},
     }
     meta.update(state.describe())
-    return msgspec.msgpack.encode(meta)
+    # As in the vote: a metric or a position may be an integer of any size, which msgpack has not.
+    return msgspec.msgpack.encode(to_plain(meta, "meta"))
 
 
 def _coordinates(mesh: dict[str, int], rank: int) -> dict[str, int]:
