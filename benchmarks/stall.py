@@ -90,7 +90,7 @@ def _eager(
     """(eager snapshots, best floor, all floors)."""
     trained = _train_state(state)
     floor = CopyFloor(state.tensors)
-    floors = {"fused_copy": Samples(), "copy_one_by_one": Samples()}
+    floors = {"flat_copy": Samples(), "fused_copy": Samples(), "copy_one_by_one": Samples()}
     eager = Samples()
     with _opened(root, trained) as ckpt:
         step = _warm_up(ckpt, state, trained)
@@ -102,6 +102,7 @@ def _eager(
             in_turn(
                 turn,
                 [
+                    partial(floors["flat_copy"].time, floor.flat),
                     partial(floors["fused_copy"].time, floor.fused),
                     partial(floors["copy_one_by_one"].time, floor.one_by_one),
                     partial(eager.time, ckpt.step, step, trained),

@@ -23,8 +23,9 @@ FINISHED = ("committed", "failed", "abandoned", "superseded")
 class Outcomes:
     """Flushes by step: on their way, durable, or failed and why. Used from the trainer's thread only."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, incarnation: int) -> None:
         self._policy = policy
+        self._incarnation = incarnation
         self._flushes: OrderedDict[int, Progress | None] = OrderedDict()
         self._in_a_row = 0
         self._untold: list[EverstepError] = []
@@ -54,6 +55,8 @@ class Outcomes:
                 stacklevel=2,
             )
             return
+        if progress.incarnation != self._incarnation:
+            return  # the agent finishes what an earlier incarnation left; its steps may bear the same numbers
         if progress.stage == "superseded":
             found = _as_error(progress, Superseded)
             self.superseded = found if isinstance(found, Superseded) else None
@@ -118,7 +121,9 @@ class Outcomes:
 
 def _as_error(progress: Progress, kind: type[EverstepError]) -> EverstepError:
     """The agent's error as ``kind``, with the step; an error of a subclass keeps its own class."""
-    found = from_wire(progress.error) if progress.error else EverstepError(f"step {progress.step} was given up")
+    found = (
+        from_wire(progress.error) if progress.error else EverstepError(f"step {progress.step} was given up")
+    )
     cls = type(found) if issubclass(type(found), kind) else kind
     message = found.message if issubclass(type(found), kind) else f"{type(found).__name__}: {found.message}"
     fields = {**found.fields, "step": progress.step}

@@ -14,7 +14,7 @@ from .plan.owners import Owners
 from .snapshot.copier import Plan
 from .snapshot.estimate import estimate
 from .state.trainstate import TrainState
-from .state.tree import FlatState, Leaf, flatten
+from .state.tree import FlatState, Leaf
 
 
 class LayoutPlanner:
@@ -38,7 +38,9 @@ class LayoutPlanner:
     def _build(self, leaves: Sequence[Leaf]) -> Plan:
         shared = [(x.part, x.key, x.nbytes) for x in leaves if x.scope is Scope.GLOBAL and _is_full(x)]
         owners = self._owners.assign(shared)
-        specs = [leaf.spec(stored=owners.get((leaf.part, leaf.key), self._rank) == self._rank) for leaf in leaves]
+        specs = [
+            leaf.spec(stored=owners.get((leaf.part, leaf.key), self._rank) == self._rank) for leaf in leaves
+        ]
         layout = build_layout(specs)
         encoded = encode(layout)
         return Plan(layout, encoded, layout_hash(encoded))
@@ -51,7 +53,7 @@ def _is_full(leaf: Leaf) -> bool:
 def expected_slot_bytes(state: TrainState, world: int) -> int:
     """Room for one snapshot of this rank, said before the first step: what is there now and what optimizers will
     add; of GLOBAL tensors this rank's share, and one whole of the largest, for shares are not equal."""
-    flat = flatten(state.parts(), scope=state.scope)
+    flat = state.flatten()
     own = [leaf.tensor for leaf in flat.leaves if leaf.scope is Scope.RANK]
     shared = [leaf.tensor for leaf in flat.leaves if leaf.scope is Scope.GLOBAL]
     if not shared:

@@ -92,14 +92,17 @@ class Ranks:
     def outcomes(
         self, what: str, act: Callable[[], T], *, timeout_s: float
     ) -> tuple[T | None, dict[int, EverstepError]]:
-        """Run ``act`` on every rank: this rank's result, and every failed rank's error, the same on all ranks."""
+        """Run ``act`` on every rank: this rank's result, and every failed rank's error, the same on all ranks.
+        Where ``act`` raises something that is none of ours, that rank raises it, and the others hear of it."""
         result: T | None = None
-        mine: EverstepError | None = None
+        mine: Exception | None = None
         try:
             result = act()
-        except EverstepError as caught:
+        except Exception as caught:
             mine = caught
-        answers = self.agree(what, mine.to_wire() if mine is not None else None, timeout_s=timeout_s)
+        answers = self.agree(what, _wire_of(mine) if mine is not None else None, timeout_s=timeout_s)
+        if mine is not None and not isinstance(mine, EverstepError):
+            raise mine  # the user's own, or a fault of ours: the others heard that this rank failed
         errors = {rank: from_wire(answer) for rank, answer in enumerate(answers) if answer is not None}
         if mine is not None:
             errors[self.rank] = mine
@@ -132,10 +135,10 @@ class Ranks:
         if self.rank == 0:
             try:
                 outcome = {"ok": act()}
-            except EverstepError as caught:
+            except Exception as caught:
                 if self._store is None:
                     raise
-                outcome = {"error": caught.to_wire()}
+                outcome = {"error": _wire_of(caught)}
         first = self.agree(what, outcome, timeout_s=timeout_s)[0]
         if "error" in first:
             raise from_wire(first["error"])
@@ -182,6 +185,12 @@ class Ranks:
             return bytes(self._store.get(key))
         except Exception as error:
             raise _silent(what, timeout_s) from error
+
+
+def _wire_of(error: Exception) -> dict[str, Any]:
+    if isinstance(error, EverstepError):
+        return error.to_wire()
+    return EverstepError(f"{type(error).__name__}: {error}").to_wire()
 
 
 def _gather_ranks(store: _Store, place: str, rank: int, world: int, timeout_s: float) -> str:
@@ -252,5 +261,7 @@ def _environment_store(rank: int, world: int) -> _Store:
             ranks=[rank],
         )
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(host, int(port), world, is_master=rank == 0 and not hosted, multi_tenant=True, wait_for_workers=False)
+    store = TCPStore(
+        host, int(port), world, is_master=rank == 0 and not hosted, multi_tenant=True, wait_for_workers=False
+    )
     return PrefixStore("everstep", store)

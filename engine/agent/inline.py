@@ -4,24 +4,25 @@ where no process of its own can be had. It dies with the trainer, so it keeps no
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
-
-from everstep.backends.open import open_backend as open_url
 
 from .journal import NoJournal
 from .server import Server
 from .service import OpenBackend, Service
+from .storage import open_root
 from .values import AgentSettings
 
 JOIN_S = 5.0
+IDLE_LOOK_S = 0.01
 
 
 class InlineAgent:
     """The thread ends when the trainer's end of ``socket`` is closed and nothing is left to do, or with the
     process. ``error`` is what ended it early."""
 
-    def __init__(self, settings: AgentSettings, open_backend: OpenBackend = open_url) -> None:
+    def __init__(self, settings: AgentSettings, open_backend: OpenBackend = open_root) -> None:
         self.socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.error: BaseException | None = None
         self._settings = settings
@@ -31,12 +32,20 @@ class InlineAgent:
         self._thread = threading.Thread(target=self._run, name="everstep-agent", daemon=True)
         self._thread.start()
 
-    def stop(self, timeout_s: float = JOIN_S) -> None:
-        """End the thread, whatever is left to do."""
+    def stop(self, timeout_s: float = JOIN_S, *, finish: bool = False) -> None:
+        """End the thread, whatever is left to do; with ``finish`` what is left (rotation) has ``timeout_s``."""
         loop, service = self._loop, self._service
-        if loop is not None and service is not None and self._thread.is_alive():
-            loop.call_soon_threadsafe(service.leave)
-        self._thread.join(timeout_s)
+        if loop is None or service is None or not self._thread.is_alive():
+            self._thread.join(timeout_s)
+            return
+        if finish:
+            with contextlib.suppress(RuntimeError):  # the loop ended meanwhile
+                asyncio.run_coroutine_threadsafe(_leave_when_idle(service), loop)
+            self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(service.leave)
+            self._thread.join(timeout_s)
 
     def _run(self) -> None:
         try:
@@ -55,3 +64,9 @@ class InlineAgent:
         await service.stopped.wait()
         server.close()
         await service.close()
+
+
+async def _leave_when_idle(service: Service) -> None:
+    while not service.idle:
+        await asyncio.sleep(IDLE_LOOK_S)
+    service.leave()

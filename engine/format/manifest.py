@@ -64,8 +64,8 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """The checkpoint is being removed. ``number`` is one above the highest decision before. ``created`` (UTC) tells
-    how long it has stood: it outlives every commit that may still be under way."""
+    """The checkpoint is being removed. ``number`` is one above the highest decision before. ``created`` (UTC)
+    tells how long it has stood: it outlives every commit that may still be under way."""
 
     step: int
     incarnation: int

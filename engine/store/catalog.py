@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from everstep.backends.api import Backend
 from everstep.backends.errors import NotFound
-from everstep.errors import Damaged
+from everstep.errors import Damaged, Pruned
 from everstep.format import names
 from everstep.format.layout import Layout, open_layout
 from everstep.format.manifest import Abort, Decision, Manifest, Tombstone, decode_decision
@@ -110,6 +110,21 @@ async def read_numbered(backend: Backend, found: StepNames) -> tuple[int, Manife
         found=f"decisions {list(found.decisions)}, gone when read",
         expected="every listed decision",
         name=name,
+    )
+
+
+async def require_standing(backend: Backend, step: int, incarnation: int) -> Manifest:
+    """The manifest of a checkpoint that must still be there: what whoever comes to depend on one asks after
+    having published that. Raises Pruned if rotation was first, Damaged, CannotTell."""
+    decision = await read_decision(backend, await list_step(backend, step, incarnation))
+    if isinstance(decision, Manifest):
+        return decision
+    raise Pruned(
+        f"step {step} of incarnation {incarnation} was removed by rotation meanwhile",
+        found="nothing decided" if decision is None else f"a tombstone: {decision.reason}",
+        expected="its manifest",
+        hint="Load again: a newer checkpoint is there",
+        step=step,
     )
 
 

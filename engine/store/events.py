@@ -16,6 +16,7 @@ from typing import Any
 
 from everstep.backends.api import Backend
 from everstep.backends.errors import NotFound
+from everstep.errors import BadOption
 from everstep.format import names
 
 from .asking import SMALL_BYTES_MAX, each, reading, writing
@@ -25,6 +26,9 @@ SEGMENT_BYTES_MAX = 256 << 10
 
 EVENT_BYTES_MAX = 16 << 10
 """A longer event is cut to its name and the note that it was cut."""
+
+_SEGMENT_MARK = "~"
+"""Stands between a writer's name and the number of a further segment."""
 
 PENDING_EVENTS_MAX = 4096
 """Events kept while the storage does not take them; then the oldest are dropped, and counted."""
@@ -41,10 +45,12 @@ class Event:
 
 
 class EventLog:
-    """The event file of one writer. :meth:`append` only remembers; :meth:`flush` makes durable. One task at a
-    time flushes; ``writer`` is unique in the run (letters, digits, ``_`` and ``-``)."""
+    """The event file of one writer. :meth:`append` only remembers; :meth:`flush` makes durable, one task at a
+    time. ``writer`` is unique in the run, down to a process's start: it begins a file of its own."""
 
     def __init__(self, backend: Backend, writer: str, *, clock: Callable[[], float] = time.time) -> None:
+        if _SEGMENT_MARK in writer:
+            raise BadOption(f"a writer's name must not contain {_SEGMENT_MARK!r}", found=writer)
         self.backend = backend
         self.writer = writer
         self.dropped = 0
@@ -87,7 +93,9 @@ class EventLog:
             self._stored = data
 
     def _name(self) -> str:
-        return names.events(self.writer if self._segment == 0 else f"{self.writer}-{self._segment}")
+        return names.events(
+            self.writer if self._segment == 0 else f"{self.writer}{_SEGMENT_MARK}{self._segment}"
+        )
 
 
 def _strict(value: Any) -> Any:
@@ -113,9 +121,11 @@ async def read_events(backend: Backend) -> tuple[list[Event], list[str]]:
                 data = await backend.read(name, SMALL_BYTES_MAX)
         except NotFound:
             return []
+        parsed = names.parse(name)
+        writer = ((parsed and parsed.writer) or child).partition(_SEGMENT_MARK)[0]
         found = []
         for number, line in enumerate(data.splitlines(), 1):
-            event = _parse(child.removesuffix(".jsonl"), line)
+            event = _parse(writer, line)
             if event is None:
                 bad.append(f"{name} line {number}")
             else:
@@ -123,8 +133,9 @@ async def read_events(backend: Backend) -> tuple[list[Event], list[str]]:
         return found
 
     with reading(backend, names.EVENTS):
-        children = [child for child in await backend.list_names(names.EVENTS) if child.endswith(".jsonl")]
-    lists = await each(sorted(children), one)
+        children = await backend.list_names(names.EVENTS)
+    ours = [child for child in children if names.parse(f"{names.EVENTS}/{child}") is not None]
+    lists = await each(sorted(ours), one)
     return sorted((event for events in lists for event in events), key=lambda event: event.time), bad
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
 from everstep.backends.api import Backend, Item
 from everstep.backends.points import reach
-from everstep.errors import CannotTell, Damaged
+from everstep.errors import CannotTell, Damaged, EverstepError, UnknownFormat
 from everstep.format import names
 from everstep.format.manifest import Abort, Decision, Manifest, Tombstone
 from everstep.plan.lineage import Lineage
@@ -74,7 +75,7 @@ async def rotate(
 ) -> RotationReport:
     """Remove what ``plan`` removes, finish what an earlier rotation began, collect leftover attempts.
 
-    ``is_superseded`` is asked again before every checkpoint: a superseded writer deletes nothing. ``is_gone``
+    ``is_superseded`` is asked again before every removal: a superseded writer deletes nothing. ``is_gone``
     says of an incarnation that its writer is provably dead; only then are its undecided attempts given up.
     Raises CannotTell, SaveFailed: what was done stays done, the rest is for the next rotation.
     """
@@ -84,17 +85,20 @@ async def rotate(
     steps = await list_steps(backend, empty=True)
     standing: dict[Key, Manifest | Tombstone | None] = {}
     for found in steps:
-        if await is_superseded():
-            report.superseded = True
-            return report
         if found.key in keep and len(found.attempts) == 1 and found.attempts == found.decisions:
             continue  # the plan has read its manifest, and there is nothing else
         wanted = found.key in remove
         decision = standing[found.key] = await _standing(backend, found, report, wanted=wanted)
+        if (wanted or isinstance(decision, Tombstone)) and await is_superseded():
+            report.superseded = True
+            return report
         if isinstance(decision, Tombstone):
             await _finish(backend, found, decision, report, tombstone_wait_s, clock)
         elif isinstance(decision, Manifest) and wanted:
             await _remove(backend, found, decision, report, is_superseded)
+    if await is_superseded():
+        report.superseded = True
+        return report
     await _collect(
         backend, [found for found in steps if found.key in standing], standing, keep, is_gone, report
     )
@@ -109,7 +113,7 @@ async def _standing(
         return None
     try:
         return await read_decision(backend, found)
-    except Damaged as error:
+    except (Damaged, UnknownFormat) as error:
         if wanted:
             report.kept.append((found.key, f"its decision cannot be read: {error}"))
         return None
@@ -132,10 +136,14 @@ async def _remove(
         report.kept.append((found.key, "another process decided something about it"))
         return
     reach("rotate.tombstoned", names.checkpoint_dir(*found.place))
-    need = await _needed(backend, found.key)
-    if need is None and await is_superseded():
-        report.superseded = True
-        need = "a newer incarnation writes the run"
+    try:
+        need = await _needed(backend, found.key)
+        if need is None and await is_superseded():
+            report.superseded = True
+            need = "a newer incarnation writes the run"
+    except EverstepError:
+        await _restore(backend, manifest, tombstone.number + 1)  # what cannot be seen may be there
+        raise
     if need is not None:
         await _restore(backend, manifest, tombstone.number + 1)
         report.kept.append((found.key, need))
@@ -162,8 +170,11 @@ async def _needed(backend: Backend, key: Key) -> str | None:
     for found in reversed(await list_steps(backend)):
         if found.key == key:
             break
-        if lineage.counts(*found.key) and isinstance(await read_decision(backend, found), Manifest):
-            return None
+        if not lineage.counts(*found.key):
+            continue
+        with suppress(Damaged, UnknownFormat):  # what cannot be read cannot be loaded instead
+            if isinstance(await read_decision(backend, found), Manifest):
+                return None
     adopters = [
         record.number for record in records if (record.adopted_incarnation, record.adopted_step) == key
     ]
@@ -221,7 +232,7 @@ async def _intact(backend: Backend, found: StepNames, tombstone: Tombstone) -> M
     for number in reversed([number for number in found.decisions if number < tombstone.number]):
         try:
             decision = await read_decision_at(backend, *found.place, number)
-        except Damaged:
+        except (Damaged, UnknownFormat):
             return None
         if isinstance(decision, Manifest):
             ranks = await voted_ranks(backend, *found.place, decision.attempt)
@@ -230,7 +241,12 @@ async def _intact(backend: Backend, found: StepNames, tombstone: Tombstone) -> M
 
 
 def _age_s(created: str, clock: Callable[[], float]) -> float:
-    return clock() - datetime.strptime(created, TIME_FORMAT).replace(tzinfo=timezone.utc).timestamp()
+    """Seconds since ``created``; 0 where that is no time: then the tombstone simply stays."""
+    try:
+        then = datetime.strptime(created, TIME_FORMAT).replace(tzinfo=timezone.utc)
+    except ValueError:
+        return 0.0
+    return clock() - then.timestamp()
 
 
 async def _delete_files(
@@ -324,7 +340,7 @@ async def _decision_of(backend: Backend, found: StepNames, attempt: int) -> Deci
         return None
     try:
         return await read_decision_at(backend, *found.place, attempt)
-    except Damaged:
+    except (Damaged, UnknownFormat):
         return None
 
 

@@ -7,8 +7,8 @@ reads them (:mod:`.fill`, fsck) against the records. All methods belong to one e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Coroutine, Hashable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from everstep.backends.api import Backend
 from everstep.backends.errors import NotFound, ShortRead
@@ -26,6 +26,10 @@ from .flush import IMAGE_REGION, LAYOUT_REGION, META_REGION, image_names, read_m
 
 if TYPE_CHECKING:
     from everstep.memory.slots import Pinned
+
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 
 class Source(Protocol):
@@ -102,11 +106,8 @@ class DurableSource:
     async def layout(self, rank: int) -> Layout:
         """The rank's layout; its images must be those of the rank's record."""
         record = self._by_rank[rank]
-        task = self._layouts.get(record.layout_hash)
-        if task is None:
-            task = asyncio.ensure_future(self._explained(read_layout(self.backend, record.layout_hash)))
-            self._layouts[record.layout_hash] = task
-        layout = await asyncio.shield(task)
+        key = record.layout_hash
+        layout = await _once(self._layouts, key, lambda: self._explained(read_layout(self.backend, key)))
         check_images(layout, await self.records(rank), names.layout(record.layout_hash))
         return layout
 
@@ -132,7 +133,7 @@ class DurableSource:
 
     async def size(self, name: str) -> int:
         """Size of one of the checkpoint's objects."""
-        return int(await self._explained(_size(self.backend, name)))
+        return await self._explained(_size(self.backend, name))
 
     async def read_into(self, rank: int, image: str, offset: int, view: memoryview) -> None:
         await self._explained(_read_into(self.backend, self.locate(rank, image), offset, view))
@@ -148,10 +149,7 @@ class DurableSource:
         """Nothing to ask: objects are immutable, and every byte was verified."""
 
     async def _vote(self, rank: int) -> Vote:
-        task = self._votes.get(rank)
-        if task is None:
-            task = self._votes[rank] = asyncio.ensure_future(self._explained(self._read_vote(rank)))
-        return await asyncio.shield(task)
+        return await _once(self._votes, rank, lambda: self._explained(self._read_vote(rank)))
 
     async def _read_vote(self, rank: int) -> Vote:
         record, attempt = self._by_rank[rank], self.manifest.attempt
@@ -169,7 +167,7 @@ class DurableSource:
         check_vote(data, vote, record, self.manifest, name)
         return vote
 
-    async def _explained(self, reading: Any) -> Any:
+    async def _explained(self, reading: Coroutine[Any, Any, V]) -> V:
         """A missing object is Pruned where rotation removes the checkpoint, else Damaged by its name."""
         try:
             return await reading
@@ -241,10 +239,7 @@ class ArenaSource:
         return layout
 
     async def records(self, rank: int) -> dict[str, ImageRecord]:
-        task = self._records.get(rank)
-        if task is None:
-            task = self._records[rank] = asyncio.ensure_future(asyncio.to_thread(self._seal, rank))
-        return await asyncio.shield(task)
+        return await _once(self._records, rank, lambda: asyncio.to_thread(self._seal, rank))
 
     def _seal(self, rank: int) -> dict[str, ImageRecord]:
         pinned = self._pins[rank]
@@ -289,6 +284,19 @@ class ArenaSource:
     async def confirm(self) -> None:
         for pinned in self._pins.values():
             pinned.check()
+
+
+async def _once(tasks: dict[K, asyncio.Task[V]], key: K, make: Callable[[], Coroutine[Any, Any, V]]) -> V:
+    """The result of ``make``, made once per key for all who ask; an error is not remembered."""
+    task = tasks.get(key)
+    if task is None:
+        task = tasks[key] = asyncio.ensure_future(make())
+    try:
+        return await asyncio.shield(task)
+    except Exception:
+        if tasks.get(key) is task:
+            del tasks[key]
+        raise
 
 
 def _region(image: str) -> str:

@@ -77,6 +77,8 @@ def test_the_copy_floor_copies() -> None:
 
     tensors = [torch.rand(3, 5), torch.rand(7), torch.tensor(2.0)]
     floor = CopyFloor(tensors)
+    floor.flat()
+    assert all(torch.equal(a, b) for a, b in zip(floor._targets, tensors, strict=True))
     for copy in (floor.fused, floor.one_by_one):
         tensors[0].add_(1)
         copy()

@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 import torch
 from everstep.errors import BadOption, StateError, StateMismatch
-from everstep.format.layout import Scope
 from everstep.state.codec import StateImage
 from everstep.state.compare import equal_states
-from everstep.state.restore import fill_from, plan_restore, plan_values, values
+from everstep.state.restore import fill_from, plan_restore, values
 from everstep.state.trainstate import BARE_PART, TrainState
-from everstep.state.tree import flatten
 from kit import Config, Frozen, Point, entries_of, flat_of, restore
 from torch import nn
 
@@ -460,6 +458,21 @@ def test_tied_weights_are_one_entry() -> None:
     assert Net().load_state_dict(found["model"])
 
 
+def test_a_square_and_its_transpose_are_two() -> None:
+    square = torch.arange(4.0).reshape(2, 2)
+    flat = flat_of({"a": [square, square.t(), square]})
+    assert len(flat.leaves) == 2
+    found = values(StateImage(flat.state), entries_of(flat), fill_from(flat.leaves))["a"]
+    assert found[1].tolist() == [[0, 2], [1, 3]] and found[2] is found[0]
+
+
+def test_leaves_have_no_lazy_bits() -> None:
+    lazy = torch.complex(torch.rand(2), torch.rand(2)).conj()
+    flat = flat_of({"a": [lazy, lazy.imag, lazy]})
+    assert len(flat.leaves) == 2
+    assert not any(leaf.tensor.is_conj() or leaf.tensor.is_neg() for leaf in flat.leaves)
+
+
 def test_a_small_view_is_stored_at_its_own_size() -> None:
     base = torch.arange(1000.0)
     flat = flat_of({"rows": [base[:10], base[5:7], base.reshape(10, 100)[3]], "base2": base[:10]})
@@ -493,6 +506,14 @@ def test_a_module_with_hooks_is_loaded_by_its_own_method() -> None:
     assert equal_states(target, source) == []
 
 
+def test_a_hook_alone_makes_a_module_load_by_its_own_method() -> None:
+    for register in ("register_load_state_dict_post_hook", "register_load_state_dict_pre_hook"):
+        source, target, seen = nn.Linear(2, 2), nn.Linear(2, 2), []
+        getattr(target, register)(lambda *args, seen=seen: seen.append(1))
+        restore(TrainState(target, rng=False), flat_of(TrainState(source, rng=False)))
+        assert seen and equal_states(target, source) == []
+
+
 def test_a_bare_value_is_a_state_too() -> None:
     for value in (torch.arange(3), [1, torch.ones(2)], 5, {n: torch.ones(1) for n in range(3)}, {}):
         flat = flat_of(value)
@@ -524,58 +545,3 @@ def test_random_numbers_go_on() -> None:
     restore(TrainState(), flat)
     assert draw() == expected
     assert TrainState().describe()["rng"][:3] == ["python", "numpy", "torch"]
-
-
-def test_objects_are_loaded_in_the_order_in_which_they_depend() -> None:
-    """A scheduler finds its optimizer restored; what an object draws while loading changes nothing."""
-    seen: list[str] = []
-
-    class Scheduler(torch.optim.lr_scheduler.StepLR):
-        def load_state_dict(self, state: Any) -> None:
-            seen.append(f"scheduler {self.optimizer.param_groups[0]['lr']}")
-            super().load_state_dict(state)
-
-    class Drawing(Loader):
-        def load_state_dict(self, state: Any) -> None:
-            seen.append(f"loader {torch.rand(1).numel()}")
-
-    def make(rate: float) -> TrainState:
-        model = Hooked()
-        model.register_load_state_dict_post_hook(lambda module, keys: seen.append("model"))
-        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-        schedule = Scheduler(optimizer, 3)
-        optimizer.param_groups[0]["lr"] = rate
-        return TrainState(loader=Drawing(), scheduler=schedule, optimizer=optimizer, model=model)
-
-    torch.manual_seed(3)
-    flat = make(0.25).flatten()
-    expected = torch.rand(3)
-    target = make(0.5)
-    restore(target, flat)
-    assert seen == ["model", "scheduler 0.25", "loader 1"]
-    assert torch.equal(torch.rand(3), expected)
-
-
-def test_generators_of_absent_devices_are_a_difference() -> None:
-    state = TrainState()
-    parts = state.parts()
-    parts["rng"].value["cuda"] = [b"\0" * 16] * (torch.cuda.device_count() + 2)
-    flat = flatten(parts)
-    with pytest.raises(StateMismatch, match="rng: rng/cuda"):
-        restore(TrainState(), flat)
-    assert len(restore(TrainState(), flat, allow={"rng"})) == 1
-
-
-def test_only_the_wanted_parts_are_allocated() -> None:
-    source = trainer(1)
-    flat = source.flatten()
-    plan = plan_values(StateImage(flat.state), entries_of(flat), parts=["model"])
-    assert {flat.leaves[index].part for index in plan.targets} == {"model"}
-    fill_from(flat.leaves)(plan.views())
-    assert equal_states(plan.finish(), {"model": source.model.state_dict()}) == []
-
-
-def test_scope_default_is_this_rank() -> None:
-    assert {leaf.scope for leaf in trainer(1).flatten().leaves} == {Scope.RANK}
-    state = trainer(1, replicated="model")
-    assert {leaf.part for leaf in state.flatten().leaves if leaf.scope == Scope.GLOBAL} == {"model"}

@@ -246,6 +246,15 @@ def test_nothing_is_imported_because_a_file_names_it() -> None:
     assert "antigravity" not in sys.modules
 
 
+def test_a_class_is_taken_by_its_own_name_only() -> None:
+    import kit
+
+    assert dataclasses.is_dataclass(kit.Entry)
+    names = [field.name for field in dataclasses.fields(kit.Entry)]
+    data = encode_plain({"part": Unknown("kit:Entry", "dataclass", {}, {}, names)})
+    assert isinstance(decode_state(data, int)["part"], Unknown)
+
+
 @pytest.mark.parametrize("kind", ["dataclass", "dict", "list", "namedtuple", "str", "tuple"])
 def test_a_name_of_another_kind_of_class_is_not_taken(kind: str) -> None:
     value: Any = {"dict": {}, "dataclass": {}, "list": [], "namedtuple": [], "str": "", "tuple": ()}[kind]

@@ -33,6 +33,7 @@ def test_events_come_back_in_time_order_over_writers_and_segments(tmp_path: Path
         events, bad = await read_events(backend)
         assert [event.fields["step"] for event in events] == list(range(count)) and not bad
         assert events[0].fields["loss"] == "nan" and events[0].kind == "committed"
+        assert {event.writer for event in events} == {"agent-1", "rank/0"}
         files = sorted(path.name for path in (tmp_path / "events").iterdir())
         assert len(files) >= 4 and all(names.parse(f"events/{name}") for name in files)
         assert all(path.stat().st_size <= SEGMENT_BYTES_MAX for path in (tmp_path / "events").iterdir())

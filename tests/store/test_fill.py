@@ -271,17 +271,30 @@ def test_files_that_are_missing_or_short_come_from_another_copy(tmp_path: Path) 
 
 def test_storage_that_stops_answering_is_not_called_damage(tmp_path: Path) -> None:
     async def work(backend: LocalBackend) -> None:
-        _, durable, _, _ = await saved(backend)
+        manifest, durable, _, _ = await saved(backend)
         layouts = [await durable.layout(rank) for rank in range(2)]
 
         async def failing(name: str, offset: int, view: memoryview) -> None:
             raise Retryable(name, "timed out")
 
+        real = backend.read_into
         backend.read_into = failing  # type: ignore[method-assign]
         reads = plan_reads(layouts[0].entries, layouts, 0)
         targets = {i: memoryview(bytearray(e.nbytes)) for i, e in enumerate(layouts[0].entries)}
         with pytest.raises(CannotTell, match="timed out"):
             await fill([durable], reads, targets)
+        backend.read_into = real  # type: ignore[method-assign]
+        assert (await fill([durable], reads, targets)).nbytes == sum(read.nbytes for read in reads)
+
+        async def failing_once(name: str, nbytes_max: int = 256 << 20) -> bytes:
+            backend.read = read  # type: ignore[method-assign]
+            raise Retryable(name, "timed out")
+
+        read, fresh = backend.read, DurableSource(backend, manifest, kit.CHUNK)
+        backend.read = failing_once  # type: ignore[method-assign]
+        with pytest.raises(CannotTell):
+            await fresh.layout(0)
+        assert await fresh.layout(0) == layouts[0]
 
     with_run(tmp_path, work)
 

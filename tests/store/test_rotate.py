@@ -7,12 +7,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from everstep.backends import points
+from everstep.backends.errors import Retryable
 from everstep.backends.files import LocalBackend
+from everstep.errors import CannotTell, Pruned
 from everstep.format import names
 from everstep.format.manifest import Manifest, Tombstone, encode_decision
 from everstep.plan.retention import RetentionPlan
-from everstep.store.catalog import list_step, list_steps, read_decision
+from everstep.store.catalog import list_step, list_steps, read_decision, require_standing
 from everstep.store.commit import abort_attempt, next_attempt, try_commit
 from everstep.store.findings import Kind, Severity
 from everstep.store.fsck import check
@@ -119,6 +122,41 @@ def test_a_crash_between_tombstone_and_look_is_made_good(tmp_path: Path) -> None
         report = await rotate(backend, RetentionPlan((), ()), is_superseded=kit.not_superseded)
         assert [key for key, _ in report.kept] == [(1, 1)] and not report.removed
         assert (1, 1) in (await kit.loadable(backend))[0]
+
+    with_run(tmp_path, work)
+
+
+def test_a_look_that_gets_no_answer_takes_the_tombstone_back(tmp_path: Path) -> None:
+    async def work(backend: LocalBackend) -> None:
+        for step in (1, 2):
+            await kit.save(backend, step)
+        plan = await kit.plan_for(backend)
+        whole = backend.read
+
+        async def failing(name: str, nbytes_max: int = 256 << 20) -> bytes:
+            if name == names.incarnation(1):
+                raise Retryable(name, "timed out")
+            return await whole(name, nbytes_max)
+
+        backend.read = failing  # type: ignore[method-assign]
+        with pytest.raises(CannotTell):
+            await rotate(backend, plan, is_superseded=kit.not_superseded)
+        backend.read = whole  # type: ignore[method-assign]
+        assert await kit.loadable(backend) == ({(1, 1), (1, 2)}, {})
+        assert (await rotate(backend, plan, is_superseded=kit.not_superseded)).removed == [(1, 1)]
+
+    with_run(tmp_path, work)
+
+
+def test_who_adopts_and_then_looks_sees_the_tombstone(tmp_path: Path) -> None:
+    async def work(backend: LocalBackend) -> None:
+        for step in (1, 2):
+            await kit.save(backend, step)
+        assert (await require_standing(backend, 1, 1)).step == 1
+        await rotate_to(backend)
+        await kit.adopt(backend, 1, 1)
+        with pytest.raises(Pruned):
+            await require_standing(backend, 1, 1)
 
     with_run(tmp_path, work)
 
