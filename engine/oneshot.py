@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 from .backends.api import Backend
 from .backends.open import open_backend
+from .checkpointer import is_open_here
 from .config import config_hash, plain_config, plain_metrics
 from .discovery import Proposals, find_run, open_arenas
-from .checkpointer import is_open_here
 from .errors import EverstepError, NoCheckpoint, NotARun, RunInUse, SaveAbandoned, StepOrder
 from .format.constants import ALIGN_BYTES
 from .format.manifest import Abort

@@ -88,7 +88,10 @@ def test_failures_in_a_row_escalate(root: Path, storage: Storage) -> None:
                 break
             until(lambda handle=handle: handle.error, "the failure")
     assert [step for step, _ in told] == [4], "two warnings, then an error"
-    assert sum("did not become durable" in str(one.message) or "denied" in str(one.message) for one in heard) >= 2
+    assert (
+        sum("did not become durable" in str(one.message) or "denied" in str(one.message) for one in heard)
+        >= 2
+    )
     storage.heal()
     ckpt.step(4, state)
     ckpt.close()
@@ -154,7 +157,10 @@ def test_trouble_with_a_value_is_told_before_anything_is_written(root: Path) -> 
     ckpt.load({"n": 0})
     ckpt.save(1, {"n": 1}).wait()
     before = sorted(path.name for path in (root / "checkpoints").iterdir())
-    for bad, where in [({"f": {"deep": [lambda: 0]}}, "f"), ({"lock": __import__("threading").Lock()}, "lock")]:
+    for bad, where in [
+        ({"f": {"deep": [lambda: 0]}}, "f"),
+        ({"lock": __import__("threading").Lock()}, "lock"),
+    ]:
         for call in (ckpt.step, ckpt.save):
             with pytest.raises(errors.UnsupportedValue) as caught:
                 call(2, bad)

@@ -170,9 +170,9 @@ def test_deleting_a_run_and_starting_anew_at_its_root_works_at_once(
     assert ckpt.load(state) is None, "nothing of the deleted run is taken for this one's"
     ckpt.step(1, {"n": 10, "w": state["w"]})
     ckpt.step(2, {"n": 20, "w": state["w"]})
-    assert {info.path for info in old}.isdisjoint(
-        info.path for info in arenas_of(root)
-    ), "the deleted run's memory is given back"
+    assert {info.path for info in old}.isdisjoint(info.path for info in arenas_of(root)), (
+        "the deleted run's memory is given back"
+    )
     ckpt.close()
     forget_memory(root)
     assert everstep.load(root)["n"] == 20
@@ -324,7 +324,10 @@ def test_roots_that_are_no_run(root: Path, tmp_path: Path) -> None:
     assert (root / "notes.txt").read_text() == "mine"
     file = tmp_path / "file"
     file.write_text("")
-    for call in (lambda: everstep.load(file), lambda: opened(file).load({"n": 0}) or opened(file).step(1, {"n": 1})):
+    for call in (
+        lambda: everstep.load(file),
+        lambda: opened(file).load({"n": 0}) or opened(file).step(1, {"n": 1}),
+    ):
         with pytest.raises((errors.NotARun, errors.BadOption)):
             call()
     for bad in ("", "s3:/bucket", "ftp://x/y"):
@@ -355,7 +358,9 @@ def test_a_run_of_a_newer_format_is_refused_and_left_alone(root: Path) -> None:
 # -- forks
 
 
-def test_a_forked_child_cannot_use_it_and_does_not_disturb_it(root: Path, forked: Callable[..., Forked]) -> None:
+def test_a_forked_child_cannot_use_it_and_does_not_disturb_it(
+    root: Path, forked: Callable[..., Forked]
+) -> None:
     ckpt = opened(root, agent="process")
     ckpt.load({"n": 0})
     ckpt.step(1, {"n": 1})
