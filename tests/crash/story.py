@@ -73,6 +73,7 @@ def train(root: Path, memory: Path, agent: Any) -> None:
         model.become(step)
         extra.update(step=step, name=f"step {step}")
         ckpt.step(step, state)
+        os.environ.pop("EVERSTEP_AGENT_POINTS", None)  # the next agent is to live
         say("step", step)
         if step % 2 == 0:
             ckpt.save(step, state).wait(30)
@@ -118,6 +119,6 @@ def _child(wish: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    import everstep.checkpointer  # noqa: F401  (what every child needs, once)
+    import everstep.checkpointer
 
     serve()

@@ -28,6 +28,7 @@ from tests.crash.story import KEEP, LAST
 
 SAMPLED = 6
 DAMAGE_LEFT = 4
+NO_RUN = 16
 AGENT_POINTS = [
     "agent.accepted",
     "agent.begun",
@@ -123,12 +124,20 @@ class Run:
         backend = LocalBackend(self.root)
 
         async def look() -> list[int]:
-            found = [names for names in await list_steps(backend)]
+            found = await list_steps(backend)
             return [
                 names.step for names in found if isinstance(await read_decision(backend, names), Manifest)
             ]
 
         return tuple(sorted(run_blocking(look()))) if self.root.exists() else ()
+
+    def undecided(self) -> list[int]:
+        """Steps whose votes are in without any decision."""
+        votes = self.root.rglob("*.vote")
+        return [int(v.parts[-4]) for v in votes if not list(v.parents[1].glob("manifest-*"))]
+
+    def is_begun(self) -> bool:
+        return (self.root / "run.json").exists()
 
     def in_memory(self) -> int:
         """The newest step that is whole in an arena."""
@@ -148,46 +157,27 @@ def kill_and_go_on(run: Run, kill: Kill, *, wiped: bool) -> None:
     assert code == -signal.SIGKILL, (str(kill), code, run.said)
     # The instant of the kill.
     stepped, acknowledged = run.newest("step"), run.newest("durable")
-    durable, newest = run.on_disk(), run.in_memory()
+    durable, newest, undecided = run.on_disk(), run.in_memory(), run.undecided()
     if kill.durable is not None:
         assert durable == kill.durable, str(kill)
     assert acknowledged in (0, *durable), f"{kill}: step {acknowledged} was said to be durable"
     assert stepped <= newest <= stepped + 1, f"{kill}: a completed step is not in memory"
-    check_fsck(run, kill)
+    code, said = run.fsck()
+    # What a crash leaves is no damage, but for the instant between the last vote and the manifest.
+    assert code == (NO_RUN if not run.is_begun() else DAMAGE_LEFT if undecided else 0), f"{kill}: {said}"
     if wiped:
         shutil.rmtree(run.memory)
-    expected = max(durable, default=0) if wiped else max(newest, *durable)
+    # All votes in: the writer that loads commits it, as the dead one would have.
+    expected = max([0 if wiped else newest, *durable, *undecided])
     assert run.live() == 0, (str(kill), run.said)
     ((start, tier, verdict),) = run.told("start")
     assert verdict == "good", f"{kill}: other bytes than those of step {start}"
-    if undecided(run, kill):
-        # All votes were in: the writer that loads commits it, and has it.
-        expected = max(expected, kill_step(kill))
     assert start == (str(expected) if expected else "None"), f"{kill}: {run.said}"
-    assert tier == ("None" if not expected else "disk" if wiped else "memory")
-    assert run.newest("durable") == LAST
-    assert run.on_disk()[-KEEP:] == (LAST - 2, LAST)
+    assert tier == ("None" if not expected else "disk" if wiped else "memory"), f"{kill}: {run.said}"
+    assert run.told("closed"), str(kill)
+    assert run.on_disk()[-KEEP:] == (LAST - 2, LAST), str(kill)
     code, said = run.fsck()
     assert code == 0, f"{kill}: {said}"
-
-
-def kill_step(kill: Kill) -> int:
-    return 4
-
-
-def undecided(run: Run, kill: Kill) -> bool:
-    """Whether the run died between its last vote and the manifest."""
-    return any("votes" in line for line in run.said[:3])
-
-
-def check_fsck(run: Run, kill: Kill) -> None:
-    """What a crash leaves is no damage, but for the instant between the last vote and the manifest."""
-    code, said = run.fsck()
-    if not (run.root / "run.json").exists():
-        return
-    votes = list(run.root.rglob("*.vote"))
-    waiting = [v for v in votes if not list(v.parents[1].glob("manifest-*"))]
-    assert code == (DAMAGE_LEFT if waiting else 0), f"{kill}: {said}"
 
 
 def sample() -> tuple[int, list[Kill]]:
