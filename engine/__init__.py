@@ -53,7 +53,9 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     home = _HOMES[name]
-    value = getattr(import_module(f"{__name__}.{home}"), name) if home else import_module(f"{__name__}.{name}")
+    value = (
+        getattr(import_module(f"{__name__}.{home}"), name) if home else import_module(f"{__name__}.{name}")
+    )
     globals()[name] = value
     return value
 

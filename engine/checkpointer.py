@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Collection, Mapping
 from types import TracebackType
@@ -20,7 +21,14 @@ from .config import config_hash, plain_config
 from .discovery import find_run, open_arenas
 from .errors import BadOption, Closed, EverstepError, NotARun
 from .format.constants import CHUNK_BYTES
-from .format.records import RunRecord, decode_incarnation, decode_run, encode_incarnation, encode_run
+from .format.records import (
+    IncarnationRecord,
+    RunRecord,
+    decode_incarnation,
+    decode_run,
+    encode_incarnation,
+    encode_run,
+)
 from .handles import SaveHandle
 from .loading import Loader, Recovery, into_state
 from .memory.arena import Arena
@@ -34,10 +42,13 @@ from .session import Session, agent_settings
 from .state.trainstate import TrainState
 from .store.blocking import run_blocking
 from .store.runs import open_run
+from .writers import unmark
 
 log = logging.getLogger("everstep")
 
 _open: weakref.WeakValueDictionary[str, Checkpointer] = weakref.WeakValueDictionary()
+_writing: set[Checkpointer] = set()
+"""Those with a session: held until they are closed, or one that a function forgot would not be drained at exit."""
 _open_lock = threading.Lock()
 
 STAGING_SLOTS = 2
@@ -103,7 +114,7 @@ class Checkpointer:
         self._held: list[Arena] = []
         self.recovery: Recovery | None = None
         _close_former(self._place.url, self)
-        atexit.register(_drain, weakref.ref(self))
+        _at_exit(weakref.ref(self))
 
     # -- the calls of a training loop
 
@@ -127,6 +138,7 @@ class Checkpointer:
             raise BadOption("load after the first step or save", hint="Make a new Checkpointer to go back.")
         trained = TrainState.of(state)
         ranks, tier = self._meet()
+        self._origin = Origin(fresh=self._origin.fresh)  # a load that fails leaves nothing to start from
         if self._origin.fresh is None:
             self._held = self._kept_by_agent()
             with open_arenas(tier.directory, self._held) as arenas:
@@ -180,8 +192,12 @@ class Checkpointer:
         with _open_lock:
             if _open.get(self._place.url) is self:
                 del _open[self._place.url]
+            _writing.discard(self)
         if self._session is not None:
-            self._session.close(flush=flush, keep=keep)
+            try:
+                self._session.close(flush=flush, keep=keep)
+            finally:
+                unmark(self._place, self._session.record_id)
         elif self._tier is not None:
             self._tier.close(remove=False)
 
@@ -276,6 +292,8 @@ class Checkpointer:
         self._check_usable()
         if self._session is None:
             self._session = self._open(TrainState.of(state))
+            with _open_lock:
+                _writing.add(self)
         return self._session
 
     def _open(self, state: TrainState) -> Session:
@@ -287,6 +305,7 @@ class Checkpointer:
         def begin() -> list[bytes]:
             run, record = begin_incarnation(
                 self._backend,
+                self._place,
                 self._origin,
                 world=ranks.world,
                 mesh=mesh,
@@ -296,9 +315,21 @@ class Checkpointer:
             )
             return [encode_run(run), encode_incarnation(record)]
 
-        run_data, record_data = ranks.from_first("opening the run", begin, timeout_s=self._policy.rank_timeout_s)
+        run_data, record_data = ranks.from_first(
+            "opening the run", begin, timeout_s=self._policy.rank_timeout_s
+        )
         run = decode_run(run_data, "run.json")
         record = decode_incarnation(record_data, f"incarnation of {self._place.url}")
+        try:
+            return self._join(state, ranks, tier, run, record)
+        except BaseException:
+            unmark(self._place, record.id)
+            raise
+
+    def _join(
+        self, state: TrainState, ranks: Ranks, tier: MemoryTier, run: RunRecord, record: IncarnationRecord
+    ) -> Session:
+        """This rank's part in the incarnation ``record``."""
         self._reserve(state)
         timeout_s = self._policy.rank_timeout_s
         ranks.together("looking for the run", lambda: self._see_run(run), timeout_s=timeout_s)
@@ -337,7 +368,9 @@ def _check_mesh(mesh: Mapping[str, int], world: int) -> None:
     for length in mesh.values():
         size *= length
     if size != world:
-        raise BadOption("mesh= does not fit the number of ranks", found=dict(mesh), expected=f"a product of {world}")
+        raise BadOption(
+            "mesh= does not fit the number of ranks", found=dict(mesh), expected=f"a product of {world}"
+        )
 
 
 def _close_former(url: str, new: Checkpointer) -> None:
@@ -346,7 +379,30 @@ def _close_former(url: str, new: Checkpointer) -> None:
         former = _open.get(url)
         _open[url] = new
     if former is not None and not former._closed:
-        former.close()
+        try:
+            former.close()
+        except EverstepError as error:
+            warnings.warn(
+                f"everstep: closing the former checkpointer of this run: {error}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def is_open_here(url: str) -> bool:
+    """Whether this process writes to the run at ``url`` now."""
+    with _open_lock:
+        return any(one._place.url == url and one._pid == os.getpid() for one in _writing)
+
+
+def _at_exit(ref: weakref.ref[Checkpointer]) -> None:
+    """Have it drained when the interpreter ends: while threads can still be started, so before atexit's handlers,
+    where the interpreter offers that."""
+    register = getattr(threading, "_register_atexit", atexit.register)
+    try:
+        register(_drain, ref)
+    except RuntimeError:  # the interpreter is ending already
+        atexit.register(_drain, ref)
 
 
 def _drain(ref: weakref.ref[Checkpointer]) -> None:

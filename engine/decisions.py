@@ -32,7 +32,9 @@ class Decisions:
         self._unfinished_max = unfinished_max
         self._schedule: Schedule | None = None
         if ranks.rank == 0:
-            self._schedule = Schedule(policy.snapshot_every, policy.full_every, LOOKAHEAD_STEPS, policy.on_slow)
+            self._schedule = Schedule(
+                policy.snapshot_every, policy.full_every, LOOKAHEAD_STEPS, policy.on_slow
+            )
         self._through = start
         self._last = start
         self._decided: list[Decision] = []
@@ -44,8 +46,11 @@ class Decisions:
         elif step > self._through:
             self._follow(step)
         asked = merge(d for d in self._decided if self._last < d.step <= step)
-        self._last = step
         return asked if asked is not None else Decision(step, False, False)
+
+    def passed(self, step: int) -> None:
+        """What was decided for ``step`` is done. Until then a step that failed may be tried again."""
+        self._last = max(step, self._last)
 
     def _extend(self, schedule: Schedule, step: int, unfinished: int) -> None:
         """Decide through ``step`` + lookahead and publish it: one small message a step."""

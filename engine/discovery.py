@@ -12,6 +12,7 @@ from pathlib import Path
 from .backends.api import Backend
 from .errors import Damaged, EverstepError, NotARun, Pruned
 from .format.manifest import Manifest
+from .format.names import RUN
 from .format.records import IncarnationRecord, RunRecord
 from .memory.arena import Arena
 from .memory.directory import find_arenas
@@ -58,10 +59,13 @@ class Candidate:
 
 
 def find_run(backend: Backend) -> RunRecord | None:
-    """The run's record, or None where there is none. Everything else (unreadable, damaged, newer) raises."""
+    """The run's record, or None where there is none yet. Everything else (unreadable, damaged, newer, a root that
+    can be no run) raises."""
     try:
         return run_blocking(open_run(backend))
-    except NotARun:
+    except NotARun as error:
+        if error.expected != RUN:
+            raise
         return None
 
 
@@ -124,7 +128,9 @@ class Proposals:
         if not self.records:
             return []
         lineage = Lineage(self.records)
-        keys = [key for key in self._names.keys() | self._in_memory if key[0] in known and lineage.counts(*key)]
+        keys = [
+            key for key in self._names.keys() | self._in_memory if key[0] in known and lineage.counts(*key)
+        ]
         return sorted((key for key in keys if step is None or key[1] == step), reverse=True)
 
     def next(self) -> Candidate | None:
@@ -161,9 +167,13 @@ class Proposals:
         if not self._writes:
             self.problems.append(f"{told}; a training run that loads here commits it")
             return None
-        world = run_blocking(read_vote(self._backend, names.step, names.incarnation, attempts[-1], 0))[1].world
+        world = run_blocking(read_vote(self._backend, names.step, names.incarnation, attempts[-1], 0))[
+            1
+        ].world
         decided = run_blocking(try_commit(self._backend, names.step, names.incarnation, attempts[-1], world))
-        self.problems.append(f"{told}; committed now" if isinstance(decided, Manifest) else f"{told}; given up")
+        self.problems.append(
+            f"{told}; committed now" if isinstance(decided, Manifest) else f"{told}; given up"
+        )
         return decided if isinstance(decided, Manifest) else None
 
 

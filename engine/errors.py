@@ -89,7 +89,9 @@ class EverstepError(Exception):
             "found": None if self.found is None else str(self.found),
             "expected": None if self.expected is None else str(self.expected),
             "hint": self.hint,
-            "fields": {k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in self.fields.items()},
+            "fields": {
+                k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in self.fields.items()
+            },
         }
 
 

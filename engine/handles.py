@@ -40,4 +40,6 @@ class SaveHandle:
 
     def __repr__(self) -> str:
         finished, error = self._watched.outcome(self.step)
-        return f"SaveHandle(step={self.step}, {'failed' if error else 'durable' if finished else 'on its way'})"
+        return (
+            f"SaveHandle(step={self.step}, {'failed' if error else 'durable' if finished else 'on its way'})"
+        )

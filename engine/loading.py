@@ -15,7 +15,17 @@ from typing import Any
 
 from .backends.api import Backend
 from .config import check_config
-from .discovery import FALL_BACK, Candidate, Held, Key, Proposals, complete_in_memory, find_run, look_in_memory, pinned
+from .discovery import (
+    FALL_BACK,
+    Candidate,
+    Held,
+    Key,
+    Proposals,
+    complete_in_memory,
+    find_run,
+    look_in_memory,
+    pinned,
+)
 from .errors import Damaged, EverstepError, NoCheckpoint, NotARun, Pruned, StateMismatch
 from .format.layout import Layout
 from .format.manifest import Manifest
@@ -32,6 +42,7 @@ from .store.fill import FillReport, fill
 from .store.sources import ArenaSource, DurableSource, Source
 
 log = logging.getLogger("everstep")
+
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
@@ -68,7 +79,13 @@ class Loader:
     ``writes`` allows to commit an attempt whose votes are all in but whose manifest is missing."""
 
     def __init__(
-        self, backend: Backend, ranks: Ranks, arenas: Sequence[Arena], *, timeout_s: float, writes: bool = False
+        self,
+        backend: Backend,
+        ranks: Ranks,
+        arenas: Sequence[Arena],
+        *,
+        timeout_s: float,
+        writes: bool = False,
     ) -> None:
         self._backend = backend
         self._ranks = ranks
@@ -134,7 +151,9 @@ class Loader:
 
     def _agree_on_run(self) -> RunRecord | None:
         """The run, if every rank sees the same one."""
-        run = self._ranks.together("looking for the run", lambda: find_run(self._backend), timeout_s=self._timeout_s)
+        run = self._ranks.together(
+            "looking for the run", lambda: find_run(self._backend), timeout_s=self._timeout_s
+        )
         mine = run.run_id if run is not None else None
         seen = self._ranks.agree("comparing the run", mine, timeout_s=self._timeout_s)
         if len(set(seen)) > 1:
@@ -174,7 +193,9 @@ class Loader:
             wire = [candidate.incarnation, candidate.step, candidate.in_memory, candidate.on_disk]
             return [wire, changes, problems]
 
-        wire, changes, problems = self._ranks.from_first("choosing a step", propose, timeout_s=self._timeout_s)
+        wire, changes, problems = self._ranks.from_first(
+            "choosing a step", propose, timeout_s=self._timeout_s
+        )
         for problem in problems:
             self._note(problem)
         return (Candidate(*wire), changes) if wire is not None else None
@@ -188,7 +209,7 @@ class Loader:
                 "no checkpoint of this run can be loaded",
                 found="; ".join(self._skipped),
                 expected="one good checkpoint",
-                hint="Look with `everstep fsck`; to start again from nothing, open with fresh=\"why\".",
+                hint='Look with `everstep fsck`; to start again from nothing, open with fresh="why".',
                 name=self._backend.url,
             )
 
@@ -268,7 +289,10 @@ def _check_world(source: Source, rank: int, world: int | None) -> None:
         )
     if rank >= source.world:
         raise NoCheckpoint(
-            f"step {source.step} has no rank {rank}", found=f"{source.world} ranks", expected=f"rank {rank}", step=source.step
+            f"step {source.step} has no rank {rank}",
+            found=f"{source.world} ranks",
+            expected=f"rank {rank}",
+            step=source.step,
         )
 
 

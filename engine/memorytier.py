@@ -107,7 +107,9 @@ class MemoryTier:
             return self._adopted
         return (self._incarnation, min(known)) if known else self._adopted
 
-    def begin(self, step: int, need_bytes: int, *, timeout_s: float, waiting: Callable[[], None]) -> WriteSlot:
+    def begin(
+        self, step: int, need_bytes: int, *, timeout_s: float, waiting: Callable[[], None]
+    ) -> WriteSlot:
         """A slot for ``step`` with room for ``need_bytes``; waits at most ``timeout_s`` for one.
 
         ``waiting`` is called between looks (it may hear from the agent).
@@ -143,7 +145,10 @@ class MemoryTier:
             arena.close()
         self._outgrown.clear()
         if self._rank == 0 and self.is_shared:
-            clean(self.directory, keep=lambda info: info.run_id == self._run_id and info.incarnation >= self._incarnation)
+            clean(
+                self.directory,
+                keep=lambda info: info.run_id == self._run_id and info.incarnation >= self._incarnation,
+            )
 
     def close(self, *, remove: bool) -> None:
         """Let go of the arenas; ``remove`` deletes them (what they held is durable elsewhere)."""
@@ -161,7 +166,11 @@ class MemoryTier:
         self, adopted: Key | None, run_id: str, chunk_bytes: int, held: Sequence[Arena]
     ) -> Arena | None:
         """The arena of a dead process of this rank: the one with the adopted snapshot, else the largest."""
-        found = [Arena.attach(info.path) for info in find_arenas(self.directory) if info.path and self._ours(info, run_id)]
+        found = [
+            Arena.attach(info.path)
+            for info in find_arenas(self.directory)
+            if info.path and self._ours(info, run_id)
+        ]
         found += [arena for arena in held if self._ours(arena.info, run_id)]
         fitting = [a for a in found if a.info.chunk_bytes == chunk_bytes and a.info.slots == self._room.slots]
 
@@ -232,4 +241,3 @@ class MemoryTier:
             if known is not None:
                 known.close()
             self._neighbours[rank] = Arena.attach(path)
-

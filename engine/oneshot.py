@@ -5,32 +5,34 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 from .backends.api import Backend
 from .backends.open import open_backend
+from .checkpointer import is_open_here
 from .config import config_hash, plain_config, plain_metrics
 from .discovery import Proposals, find_run, open_arenas
-from .errors import EverstepError, NoCheckpoint, NotARun, SaveAbandoned, StepOrder
+from .errors import EverstepError, NoCheckpoint, NotARun, RunInUse, SaveAbandoned, StepOrder
 from .format.constants import ALIGN_BYTES
 from .format.manifest import Abort
-from .format.records import RunRecord
+from .format.records import IncarnationRecord, RunRecord
 from .loading import Loader, as_values, into_state
 from .memory.arena import Arena
 from .memory.process import Process
 from .memory.slots import Pinned
 from .opening import Origin, begin_incarnation
-from .places import locate
+from .places import Place, locate
 from .planning import LayoutPlanner
 from .policy import SHARED_MEMORY
 from .ranks import Ranks
 from .session import describe
-from .snapshot.copier import Copier
+from .snapshot.copier import Copier, Plan
 from .state.trainstate import TrainState
+from .state.tree import FlatState
 from .store.blocking import run_blocking
 from .store.commit import abort_attempt, try_commit
 from .store.flush import FlushJob, flush_rank
+from .writers import unmark
 
 RANK_TIMEOUT_S = 60.0
 SINGLE = {"data": 1}
@@ -80,10 +82,17 @@ def save(
     backend = open_backend(place.url, shared=True)
     trained, plain = TrainState.of(state), plain_config(config)
     facts = plain_metrics(metrics)
+    if is_open_here(place.url):
+        raise RunInUse(
+            "this process writes to the run with a Checkpointer",
+            expected="no open Checkpointer",
+            hint="Use its save(), or close it first.",
+        )
     flat = trained.flatten()
     plan = LayoutPlanner(0, 1).plan(flat)
     run, record = begin_incarnation(
         backend,
+        place,
         _after_newest(backend, step),
         world=1,
         mesh=SINGLE,
@@ -91,10 +100,32 @@ def save(
         config_hash=config_hash(plain),
         take_over=False,
     )
-    meta = describe(trained, record, 0, facts)
+    try:
+        _write(backend, place, run, record, step, flat, plan, describe(trained, record, 0, facts))
+    finally:
+        unmark(place, record.id)
+
+
+def _write(
+    backend: Backend,
+    place: Place,
+    run: RunRecord,
+    record: IncarnationRecord,
+    step: int,
+    flat: FlatState,
+    plan: Plan,
+    meta: bytes,
+) -> None:
+    """Through a private slot, as every snapshot."""
     need = sum(-(-size // ALIGN_BYTES) * ALIGN_BYTES for _, size in plan.regions(len(flat.state), len(meta)))
     arena = Arena.create_memfd(
-        run_key=place.run_key, node=place.node, rank=0, world=1, slots=1, slot_bytes=need, chunk_bytes=run.chunk_bytes
+        run_key=place.run_key,
+        node=place.node,
+        rank=0,
+        world=1,
+        slots=1,
+        slot_bytes=need,
+        chunk_bytes=run.chunk_bytes,
     )
     with arena:
         arena.take(Process.current(), run_id=run.run_id, incarnation=record.number, world=1)
@@ -147,4 +178,6 @@ def _explain_nothing(root: str | os.PathLike[str], url: str) -> None:
             found="no run.json" if os.path.isdir(root) else "no such directory",
             expected="the directory of a run",
         )
-    raise NoCheckpoint(f"the run at {os.fspath(root)} has no checkpoint yet", hint="`everstep fsck` says more.")
+    raise NoCheckpoint(
+        f"the run at {os.fspath(root)} has no checkpoint yet", hint="`everstep fsck` says more."
+    )

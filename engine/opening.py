@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import socket
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from typing import Any
 
 from .backends.api import Backend
@@ -13,9 +12,11 @@ from .errors import NotLoaded, RunInUse
 from .format.constants import CHUNK_BYTES
 from .format.records import IncarnationRecord, RunRecord, Writer
 from .memory.process import Process
+from .places import Place
 from .store.blocking import run_blocking
 from .store.catalog import list_steps
-from .store.runs import add_incarnation, create_run, read_incarnations
+from .store.runs import add_incarnation, create_run, now, read_incarnations, require_records
+from .writers import is_writing, mark, unmark
 
 NOTHING_TO_LOAD = "there was no checkpoint to load"
 
@@ -48,14 +49,9 @@ def this_writer() -> Writer:
     return Writer(host=socket.gethostname(), boot=me.boot, pid=me.pid, start_time=me.start_time)
 
 
-def writer_alive(writer: Writer) -> bool:
-    """Whether the writer is provably alive: a process of this node's present boot, other than this one."""
-    process = Process(pid=writer.pid, start_time=writer.start_time, boot=writer.boot)
-    return process != Process.current() and process.boot == Process.current().boot and process.alive()
-
-
 def begin_incarnation(
     backend: Backend,
+    place: Place,
     origin: Origin,
     *,
     world: int,
@@ -64,15 +60,16 @@ def begin_incarnation(
     config_hash: str | None,
     take_over: bool,
 ) -> tuple[RunRecord, IncarnationRecord]:
-    """Create the run if absent and add the next incarnation. Called by one rank.
+    """Create the run if absent and add the next incarnation, which is marked as being written until ``unmark``.
+    Called by one rank.
 
-    Raises NotLoaded and RunInUse; nothing is written then.
+    Raises NotLoaded, RunInUse and Damaged; nothing is written then.
     """
     records = _existing(backend)
     if records:
         _refuse_unloaded(backend, origin)
         newest = records[-1]
-        if not take_over and writer_alive(newest.writer):
+        if not take_over and is_writing(place, newest):
             raise RunInUse(
                 "another process writes to this run",
                 found=f"process {newest.writer.pid} on {newest.writer.host}, incarnation {newest.number}",
@@ -83,10 +80,13 @@ def begin_incarnation(
             )
     run = run_blocking(create_run(backend, chunk_bytes=CHUNK_BYTES))
 
+    record_id = secrets.token_hex(8)
+    mark(place, record_id)
+
     def build(number: int) -> IncarnationRecord:
         return IncarnationRecord(
             number=number,
-            id=secrets.token_hex(8),
+            id=record_id,
             parent=origin.incarnation,
             adopted_incarnation=origin.incarnation,
             adopted_step=origin.step,
@@ -99,14 +99,20 @@ def begin_incarnation(
             config_reason=origin.config_reason,
             loosened=origin.loosened,
             writer=this_writer(),
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            created=now(),
         )
 
-    return run, run_blocking(add_incarnation(backend, build))
+    try:
+        return run, run_blocking(add_incarnation(backend, build))
+    except BaseException:
+        unmark(place, record_id)
+        raise
 
 
 def _existing(backend: Backend) -> list[IncarnationRecord]:
-    return run_blocking(read_incarnations(backend))
+    records = run_blocking(read_incarnations(backend))
+    require_records(records, {names.incarnation for names in run_blocking(list_steps(backend))})
+    return records
 
 
 def _refuse_unloaded(backend: Backend, origin: Origin) -> None:
@@ -115,7 +121,9 @@ def _refuse_unloaded(backend: Backend, origin: Origin) -> None:
     steps = run_blocking(list_steps(backend))
     raise NotLoaded(
         "this run was written before, and nothing was loaded from it",
-        found=f"{len(steps)} checkpoint(s), the newest of step {steps[-1].step}" if steps else "earlier incarnations",
+        found=f"{len(steps)} checkpoint(s), the newest of step {steps[-1].step}"
+        if steps
+        else "earlier incarnations",
         expected="load(...) before the first step or save",
         hint='To start again from nothing and keep what is there listed, pass fresh="why".',
     )

@@ -121,7 +121,9 @@ class Outcomes:
 
 def _as_error(progress: Progress, kind: type[EverstepError]) -> EverstepError:
     """The agent's error as ``kind``, with the step; an error of a subclass keeps its own class."""
-    found = from_wire(progress.error) if progress.error else EverstepError(f"step {progress.step} was given up")
+    found = (
+        from_wire(progress.error) if progress.error else EverstepError(f"step {progress.step} was given up")
+    )
     cls = type(found) if issubclass(type(found), kind) else kind
     message = found.message if issubclass(type(found), kind) else f"{type(found).__name__}: {found.message}"
     fields = {**found.fields, "step": progress.step}

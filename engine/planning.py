@@ -38,7 +38,9 @@ class LayoutPlanner:
     def _build(self, leaves: Sequence[Leaf]) -> Plan:
         shared = [(x.part, x.key, x.nbytes) for x in leaves if x.scope is Scope.GLOBAL and _is_full(x)]
         owners = self._owners.assign(shared)
-        specs = [leaf.spec(stored=owners.get((leaf.part, leaf.key), self._rank) == self._rank) for leaf in leaves]
+        specs = [
+            leaf.spec(stored=owners.get((leaf.part, leaf.key), self._rank) == self._rank) for leaf in leaves
+        ]
         layout = build_layout(specs)
         encoded = encode(layout)
         return Plan(layout, encoded, layout_hash(encoded))

@@ -35,7 +35,9 @@ class Memory:
 
     def __post_init__(self) -> None:
         if not SLOTS_MIN <= self.slots <= SLOTS_MAX:
-            raise BadOption("Memory(slots=) is out of range", found=self.slots, expected=f"{SLOTS_MIN} to {SLOTS_MAX}")
+            raise BadOption(
+                "Memory(slots=) is out of range", found=self.slots, expected=f"{SLOTS_MIN} to {SLOTS_MAX}"
+            )
         if self.bytes is not None and self.bytes <= 0:
             raise BadOption("Memory(bytes=) must be positive", found=self.bytes)
         if self.copy not in ("eager", "overlap"):
@@ -82,7 +84,9 @@ class Policy:
         if self.keep_every is not None and self.keep_every < 1:
             raise BadOption("Policy(keep_every=) must be at least 1", found=self.keep_every)
         if self.on_slow not in ("skip", "wait", "supersede"):
-            raise BadOption("Policy(on_slow=) is unknown", found=self.on_slow, expected="skip, wait or supersede")
+            raise BadOption(
+                "Policy(on_slow=) is unknown", found=self.on_slow, expected="skip, wait or supersede"
+            )
         if self.on_failure not in ("warn", "raise"):
             raise BadOption("Policy(on_failure=) is unknown", found=self.on_failure, expected="warn or raise")
         if self.rate_bytes_per_s is not None and self.rate_bytes_per_s <= 0:
@@ -106,4 +110,8 @@ def _check_every(name: str, value: int | str | None) -> None:
         or (isinstance(value, str) and _TIME.fullmatch(value) is not None)
     )
     if not good:
-        raise BadOption(f"Policy({name}=) is not an interval", found=repr(value), expected='steps (int) or a time like "30m"')
+        raise BadOption(
+            f"Policy({name}=) is not an interval",
+            found=repr(value),
+            expected='steps (int) or a time like "30m"',
+        )

@@ -261,5 +261,7 @@ def _environment_store(rank: int, world: int) -> _Store:
             ranks=[rank],
         )
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(host, int(port), world, is_master=rank == 0 and not hosted, multi_tenant=True, wait_for_workers=False)
+    store = TCPStore(
+        host, int(port), world, is_master=rank == 0 and not hosted, multi_tenant=True, wait_for_workers=False
+    )
     return PrefixStore("everstep", store)

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import platform
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
-from .agent.client import AgentClient
+from .agent.client import AgentClient, Progress
 from .agent.values import AgentSettings, Hello
 from .config import plain_metrics
 from .decisions import Decisions
-from .errors import StepOrder
+from .errors import EverstepError, StepOrder
+from .format.plain import to_plain
 from .format.records import IncarnationRecord, RunRecord
 from .handles import SaveHandle
+from .memory.control import Purpose
 from .memory.process import Process
+from .memory.slots import Pinned
 from .memorytier import Key, MemoryTier
-from .outcomes import Outcomes
+from .outcomes import FINISHED, Outcomes
 from .places import Place
 from .plan.retention import Retention
 from .policy import Policy
 from .ranks import Ranks
 from .snapshots import Snapshots, Taken
 from .state.trainstate import TrainState
+
+log = logging.getLogger("everstep")
 
 CONNECT_TIMEOUT_S = 60.0
 GOODBYE_TIMEOUT_S = 30.0
@@ -55,14 +62,25 @@ class Session:
         tier.open(run_id=run.run_id, incarnation=record.number, adopted=adopted, world=ranks.world)
         self._client = self._connect(place, policy, run, agent, adopted)
         self.outcomes = Outcomes(policy, record.number)
-        self._decisions = Decisions(ranks, policy, start=adopted[1] if adopted else -1, unfinished_max=max(1, slots - 2))
-        self._snapshots = Snapshots(tier, ranks, overlap=overlap)
+        self._unfinished_max = max(1, slots - 2)
+        start = adopted[1] if adopted else -1
+        self._decisions = Decisions(ranks, policy, start=start, unfinished_max=self._unfinished_max)
+        self._snapshots = Snapshots(tier, ranks, overlap=overlap, settled=self._send_pending)
         self._pending: Taken | None = None
+        self._pins: dict[int, Pinned] = {}
+        """Slots whose flush was asked for: the agent pins a slot only when it comes to the request, and a new one
+        has to find what a killed one was writing."""
+        self._ended = False
         self._last_step = adopted[1] if adopted is not None else -1
 
     @property
     def incarnation(self) -> int:
         return self._record.number
+
+    @property
+    def record_id(self) -> str:
+        """The incarnation's random id."""
+        return self._record.id
 
     @property
     def agent_pid(self) -> int | None:
@@ -75,16 +93,11 @@ class Session:
         self.hear()
         self._check_order(step, again=False)
         decision = self._decisions.of(step, lambda: len(self.outcomes.unfinished()))
-        self._last_step = step
-        if decision.supersede:
-            for old in self.outcomes.unfinished():
-                self._client.give_up(old, f"superseded by the flush of step {step}")
-        if decision.wait:
-            for old in self.outcomes.unfinished():
-                self.outcomes.wait(old, self._policy.close_timeout_s, self._look)
-        if not decision.flush and not (decision.snapshot and self._memory):
-            return None
-        self._snapshot(step, state, metrics, late=True)
+        if decision.supersede or decision.wait:
+            self._make_way(step, give_up=decision.supersede)
+        if decision.flush or (decision.snapshot and self._memory):
+            self._snapshot(step, state, metrics, late=True)
+        self._passed(step)
         return self._flush(step) if decision.flush else None
 
     def save(self, step: int, state: TrainState, metrics: Mapping[str, Any] | None) -> SaveHandle:
@@ -96,28 +109,26 @@ class Session:
         if newest is None or newest.step != step:
             self._snapshot(step, state, metrics, late=False)
         self._last_step = step
-        self._snapshots.settle(self._policy.slot_timeout_s)
+        self._settle()
         return self._flush(step)
 
     def hear(self) -> None:
         """Take in what the agent said; tell the caller of failures it has not heard of."""
         self._send_pending()
-        for progress in self._client.poll():
-            self.outcomes.note(progress)
+        self._hear_quietly()
         self.outcomes.tell()
 
     def outcome(self, step: int) -> tuple[bool, Any]:
-        self._send_pending()
-        for progress in self._client.poll():
-            self.outcomes.note(progress)
+        if not self._ended:
+            self._send_pending()
+            self._hear_quietly()
         return self.outcomes.outcome(step)
 
     def wait_durable(self, step: int, timeout_s: float | None) -> None:
         """For handles: returns when ``step`` is durable, raises why it will not be."""
-        self._snapshots.settle(self._policy.slot_timeout_s)
-        self._send_pending()
+        self._settle()
         self.outcomes.forget_untold(step)
-        self.outcomes.wait(step, timeout_s or self._policy.close_timeout_s, self._look)
+        self.outcomes.wait(step, self._policy.close_timeout_s if timeout_s is None else timeout_s, self._look)
         self.outcomes.forget_untold(step)
         error = self.outcomes.outcome(step)[1]
         if error is not None:
@@ -138,29 +149,64 @@ class Session:
         the arena then stays, and so does what it holds. ``keep``: it stays anyhow."""
         safe = False
         try:
-            self._snapshots.settle(self._policy.slot_timeout_s)
-            self._send_pending()
-            newest = self._snapshots.newest
-            if flush and newest is not None:
-                self._flush(newest.step)
             if flush:
-                for step in self.outcomes.unfinished():
-                    self.outcomes.wait(step, self._policy.close_timeout_s, self._look)
-                if newest is not None:
-                    self.wait_durable(newest.step, None)
-                self.outcomes.tell()
+                self._make_durable()
                 safe = True
+            else:
+                self._settle()
         finally:
-            self._snapshots.close()
-            self._client.bye(timeout_s=GOODBYE_TIMEOUT_S)
-            self._client.close()
-            self._tier.close(remove=safe and not keep)
+            self._ended = True
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._tier.close, remove=safe and not keep)
+                stack.callback(self._client.close)
+                stack.callback(self._goodbye, flush)
+                stack.callback(self._snapshots.close)
+                stack.callback(self._pins.clear)
+
+    def _make_durable(self) -> None:
+        """The newest snapshot, and what is on its way. Raises what went wrong, a failure of the newest first."""
+        self._settle()
+        newest = self._snapshots.newest
+        if newest is not None:
+            self._flush(newest.step)
+        for step in self.outcomes.unfinished():
+            self.outcomes.wait(step, self._policy.close_timeout_s, self._look)
+        if newest is not None:
+            self.wait_durable(newest.step, None)
+        self.outcomes.tell()
+
+    def _goodbye(self, flush: bool) -> None:
+        """Whatever is not durable by now was told; the agent's complaint would hide it."""
+        try:
+            self._client.bye(timeout_s=min(GOODBYE_TIMEOUT_S, self._policy.close_timeout_s), flush=flush)
+        except EverstepError as error:
+            log.warning("everstep: leaving the agent: %s", error)
 
     # -- inner parts
 
-    def _snapshot(self, step: int, state: TrainState, metrics: Mapping[str, Any] | None, *, late: bool) -> None:
-        facts = plain_metrics(metrics)
+    def _passed(self, step: int) -> None:
+        self._last_step = step
+        self._decisions.passed(step)
+
+    def _make_way(self, step: int, *, give_up: bool) -> None:
+        """Before a flush for which there is no room: wait until there is, or give up the oldest unfinished one."""
+        self._settle()
+        unfinished = self.outcomes.unfinished()
+        if give_up and unfinished:
+            self._client.give_up(unfinished[0], f"superseded by the flush of step {step}")
+        while not give_up and len(unfinished := self.outcomes.unfinished()) >= self._unfinished_max:
+            self.outcomes.wait(unfinished[0], self._policy.close_timeout_s, self._look)
+
+    def _settle(self) -> None:
+        """End a late copy. Raises StateMismatch if it is void."""
+        self._snapshots.settle(self._policy.slot_timeout_s)
+
+    def _snapshot(
+        self, step: int, state: TrainState, metrics: Mapping[str, Any] | None, *, late: bool
+    ) -> None:
+        self._settle()
         try:
+            facts = plain_metrics(metrics)
             self._snapshots.take(
                 step,
                 state,
@@ -171,7 +217,8 @@ class Session:
             )
         except BaseException as error:
             # The other ranks may have asked for a flush of this step: let them hear at once why it cannot be.
-            self._client.give_up(step, f"rank {self._ranks.rank}: {type(error).__name__}: {error}")
+            if self._ranks.world > 1:
+                self._client.give_up(step, f"rank {self._ranks.rank}: {type(error).__name__}: {error}")
             raise
         if self._snapshots.moved_arena:
             self._snapshots.moved_arena = False
@@ -194,9 +241,12 @@ class Session:
             return
         if taken.moved:
             self._pending = None
-            self._client.give_up(taken.step, f"rank {self._ranks.rank}: changed while it was copied: {taken.moved}")
+            self._client.give_up(
+                taken.step, f"rank {self._ranks.rank}: changed while it was copied: {taken.moved}"
+            )
         elif taken.whole:
             self._pending = None
+            self._pins[taken.step] = self._tier.arena.pin(taken.slot, taken.generation, purpose=Purpose.FLUSH)
             self._client.flush(taken.step, slot=taken.slot, generation=taken.generation, kind="full")
 
     def _check_order(self, step: int, *, again: bool) -> None:
@@ -214,14 +264,27 @@ class Session:
 
     def _look(self, seconds: float) -> None:
         for progress in self._client.listen(min(seconds, 0.5)):
-            self.outcomes.note(progress)
+            self._note(progress)
 
     def _hear_quietly(self) -> None:
         for progress in self._client.poll():
-            self.outcomes.note(progress)
+            self._note(progress)
+
+    def _note(self, progress: Progress) -> None:
+        self.outcomes.note(progress)
+        written = progress.stage == "voted" and progress.rank == self._ranks.rank
+        if progress.incarnation == self._record.number and (written or progress.stage in FINISHED):
+            pin = self._pins.pop(progress.step, None)
+            if pin is not None:
+                pin.release()
 
     def _connect(
-        self, place: Place, policy: Policy, run: RunRecord, agent: Literal["process", "inline"], adopted: Key | None
+        self,
+        place: Place,
+        policy: Policy,
+        run: RunRecord,
+        agent: Literal["process", "inline"],
+        adopted: Key | None,
     ) -> AgentClient:
         arena = self._tier.arena
         hello = Hello(
@@ -273,7 +336,8 @@ def describe(state: TrainState, record: IncarnationRecord, rank: int, metrics: d
         "facts": {},
     }
     meta.update(state.describe())
-    return msgspec.msgpack.encode(meta)
+    # As in the vote: a metric or a position may be an integer of any size, which msgpack has not.
+    return msgspec.msgpack.encode(to_plain(meta, "meta"))
 
 
 def _coordinates(mesh: dict[str, int], rank: int) -> dict[str, int]:

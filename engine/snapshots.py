@@ -40,10 +40,12 @@ class Taken:
 class Snapshots:
     """One rank's snapshots. Used from the trainer's thread only; the hooks run on it too."""
 
-    def __init__(self, tier: MemoryTier, ranks: Ranks, *, overlap: bool) -> None:
+    def __init__(self, tier: MemoryTier, ranks: Ranks, *, overlap: bool, settled: Callable[[], None]) -> None:
+        """``settled`` is called when a late copy has ended, well or not."""
         self._tier = tier
         self._copier = Copier()
         self._planner = LayoutPlanner(ranks.rank, ranks.world)
+        self._settled = settled
         self._hooks = Hooks(self._before_optimizer) if overlap else None
         self._copying: tuple[Taken, WriteSlot, LateCopy, str] | None = None
         self._hook_timeout_s = 0.0
@@ -84,7 +86,12 @@ class Snapshots:
         taken = Taken(step, slot)
         try:
             copying = self._copier.copy(
-                slot, plan, [leaf.tensor for leaf in flat.leaves], state=flat.state, meta=meta_bytes, late=late_leaves
+                slot,
+                plan,
+                [leaf.tensor for leaf in flat.leaves],
+                state=flat.state,
+                meta=meta_bytes,
+                late=late_leaves,
             )
         except BaseException:
             slot.abandon()
@@ -109,6 +116,7 @@ class Snapshots:
             slot.abandon()
             if self.newest is taken:
                 self.newest = None
+            self._settled()
             raise StateMismatch(
                 f"the snapshot of step {taken.step} is void: tensors changed while they were copied",
                 found=", ".join(moved[:5]) + (f" and {len(moved) - 5} more" if len(moved) > 5 else ""),
@@ -118,6 +126,7 @@ class Snapshots:
             )
         slot.publish(layout_hash)
         taken.whole = True
+        self._settled()
 
     def close(self) -> None:
         """Drop a running copy and the hooks."""

@@ -83,6 +83,7 @@ class AgentClient:
         self._news: deque[Progress] = deque(maxlen=NEWS_MAX)
         self._wanted: dict[int, _Wanted] = {}
         self._attempts: dict[int, int] = {}
+        self._given_up: dict[int, int] = {}
         self._verdicts: dict[int, Progress] = {}
         self._untold: EverstepError | None = None
         self._down = False
@@ -123,7 +124,7 @@ class AgentClient:
         self._pump()
         if step in self._wanted:
             return
-        attempt = self._attempts.get(step, 0) + 1
+        attempt = max(self._attempts.get(step, 0), self._given_up.get(step, 0)) + 1
         _remember(self._attempts, step, attempt)
         self._verdicts.pop(step, None)
         request = FlushRequest(step, slot, generation, kind, attempt)
@@ -139,7 +140,11 @@ class AgentClient:
         rank that has not asked for it, and cannot, says so too."""
         self._check_process()
         wanted = self._wanted.get(step)
-        attempt = wanted.request.attempt if wanted is not None else self._attempts.get(step, 0) + 1
+        if wanted is not None:
+            attempt = wanted.request.attempt
+        else:
+            attempt = self._attempts.get(step, 0) + 1
+            _remember(self._given_up, step, attempt)
         self._link.send(GiveUpRequest(step, attempt, reason))
 
     def rearm(self, arena: Path | int) -> None:
@@ -231,7 +236,7 @@ class AgentClient:
                 self._await_up(max(0.0, deadline - time.monotonic()))
                 self._link.send(Bye(number, flush))
                 self._reply(Goodbye, number, max(0.1, deadline - time.monotonic()))
-                self._said_goodbye = flush
+                self._said_goodbye = flush and not left
         self.close()
         if flush and left:
             raise SaveFailed(

@@ -16,7 +16,7 @@ import pytest
 from everstep.agent.inline import InlineAgent
 from everstep.memory.directory import find_arenas
 
-from .kit import SHM, Script, Storage
+from .kit import SHM, Forked, Script, Storage
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +59,19 @@ def script() -> Iterator[Callable[..., Script]]:
 
     def start(body: str, *args: object, **options: Any) -> Script:
         made.append(Script(body, *args, **options))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.stop()
+
+
+@pytest.fixture
+def forked() -> Iterator[Callable[[Callable[..., object]], Forked]]:
+    made: list[Forked] = []
+
+    def start(body: Callable[..., object]) -> Forked:
+        made.append(Forked(body))
         return made[-1]
 
     yield start

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import textwrap
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +26,8 @@ from everstep.memory.arena import Arena
 from everstep.memory.directory import find_arenas
 from everstep.places import locate
 from torch import nn
+
+torch.set_num_threads(1)
 
 SHM = Path("/dev/shm")
 SOON_S = 30.0
@@ -266,3 +270,42 @@ def torchrun(body: str, *args: object, ranks: int = 2, restarts: int = 0, timeou
 
 def words(lines: Iterable[str]) -> list[str]:
     return [line for line in lines if line]
+
+
+class Forked:
+    """``body`` in a child of this process: as a process of its own, without the seconds that an import of torch
+    takes. What it says with the function that it is given are lines here."""
+
+    def __init__(self, body: Callable[[Callable[..., None]], object]) -> None:
+        reading, writing = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(reading)
+            code = 1
+            try:
+                with os.fdopen(writing, "w") as out:
+                    body(lambda *words: print(*words, file=out, flush=True))
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        os.close(writing)
+        self._lines = os.fdopen(reading)
+        self._status: int | None = None
+
+    def line(self) -> str:
+        return self._lines.readline().strip()
+
+    def end(self) -> tuple[int, list[str]]:
+        """(exit code, minus the signal's number if one killed it; the rest of what it said)."""
+        lines = [line.strip() for line in self._lines]
+        if self._status is None:
+            self._status = os.waitpid(self.pid, 0)[1]
+        return os.waitstatus_to_exitcode(self._status), lines
+
+    def stop(self) -> None:
+        if self._status is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self._status = os.waitpid(self.pid, 0)[1]
+        self._lines.close()

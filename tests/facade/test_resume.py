@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import everstep
@@ -99,7 +100,9 @@ def test_a_state_that_gains_a_part_and_optimizer_state_grows_its_slots(root: Pat
     assert same_bits(again.weights(), training.weights())
 
 
-@pytest.mark.parametrize("trainer", [{"step": [1, 2, 3, 4, 5, 6]}, {"step": [5, 9, 12, 30]}, {"step": [0, 1, 2]}])
+@pytest.mark.parametrize(
+    "trainer", [{"step": [1, 2, 3, 4, 5, 6]}, {"step": [5, 9, 12, 30]}, {"step": [0, 1, 2]}]
+)
 def test_intervals_of_snapshots_with_steps_that_jump(root: Path, trainer: dict[str, list[int]]) -> None:
     steps = trainer["step"]
     state = {"n": 0}
@@ -113,7 +116,7 @@ def test_intervals_of_snapshots_with_steps_that_jump(root: Path, trainer: dict[s
             taken.append(step)
     ckpt.close(flush=False)
     # The first, and whenever a multiple of the interval was reached or passed.
-    due = [steps[0]] + [b for a, b in zip(steps, steps[1:], strict=False) if b // 3 > a // 3]
+    due = [steps[0]] + [b for a, b in itertools.pairwise(steps) if b // 3 > a // 3]
     assert taken == due
     assert everstep.load(root)["n"] == due[-1]
 

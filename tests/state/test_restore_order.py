@@ -14,6 +14,7 @@ from everstep.state.restore import fill_from, plan_values
 from everstep.state.trainstate import TrainState
 from everstep.state.tree import flatten
 from kit import entries_of, restore
+from test_restore import Hooked, Loader, trainer
 
 
 def test_objects_are_loaded_in_the_order_in_which_they_depend() -> None:
