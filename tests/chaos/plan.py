@@ -29,7 +29,8 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Disturbance:
-    """``steps``: how many steps after the last one; None: ``delay_s`` after it, whatever the job is doing then.
+    """``steps``: how many steps after the last one; None: ``delay_s`` after it, whatever the job is doing
+    then.
 
     ``pause_s`` is how long something is stopped or full, or the launcher away."""
 

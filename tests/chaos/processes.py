@@ -1,4 +1,5 @@
-"""The processes of one seed, found by what only they have in their environment. Nothing else is ever signalled."""
+"""The processes of one seed, found by what only they have in their environment. Nothing else is ever
+signalled."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What must hold of a disturbed run, judged from its ranks' journals: every number is the undisturbed run's, and
-no resume went further back than what must have survived."""
+"""What must hold of a disturbed run, judged from its ranks' journals: every number is the undisturbed run's,
+and no resume went further back than what must have survived."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHOWN_MAX = 4
 
 @dataclass
 class Life:
-    """One process of a rank. ``durable`` is (time, step) of each checkpoint that its handle called durable."""
+    """One process of a rank. ``durable`` is (time, step) of what a handle called durable."""
 
     attempt: str
     rank: int
