@@ -36,6 +36,7 @@ LAUNCHES_MAX = 25
 LEFT_S = 30.0
 """How long agents may outlive a finished job: they linger, or wait for a first client."""
 POLL_S = 0.02
+ERROR_CHARS = 160
 LEFT_BYTES_MAX = 400_000
 SHM = Path("/dev/shm")
 
@@ -342,9 +343,16 @@ def told(run: Run) -> str:
     lives = [life for lives in by_attempt(run.out, run.plan.world) for life in lives if life.rank == 0]
     resumes = ", ".join(f"{life.resumed} {life.tier}" for life in lives if life.resumed)
     head = f"{run.plan}: {time.monotonic() - run.began:.1f} s, resumed from {resumes or 'nothing'}"
+    errors = sorted({error[:ERROR_CHARS] for error in _errors(run)})
     if not run.problems:
-        return f"ok   {head}"
-    return "\n".join([f"FAIL {head}", *run.notes, *run.problems])
+        return "\n".join([f"ok   {head}", *(f"     {error}" for error in errors)])
+    return "\n".join([f"FAIL {head}", *run.notes, *errors, *run.problems])
+
+
+def _errors(run: Run) -> list[str]:
+    """What ranks raised: most of it is what was to be expected, and worth a look nevertheless."""
+    lives = [life for lives in by_attempt(run.out, run.plan.world) for life in lives]
+    return [f"{life.attempt.split('.')[0]}: {life.error}" for life in lives if life.error]
 
 
 def main(arguments: list[str]) -> int:
