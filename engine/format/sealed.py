@@ -117,7 +117,9 @@ def _verify(data: bytes, name: str) -> str:
     if hash_id != HASH_ID:
         if found == written:
             # Sealed with our hash, whose name was changed: damage, and no other release's record.
-            raise Damaged("the name of the record's hash is wrong", name=name, found=hash_id, expected=HASH_ID)
+            raise Damaged(
+                "the name of the record's hash is wrong", name=name, found=hash_id, expected=HASH_ID
+            )
         raise UnknownFormat(
             "the record is sealed with a hash that this release does not have",
             name=name,
