@@ -20,7 +20,7 @@ from .memory.directory import find_arenas
 from .memory.slots import Pinned, SlotGone
 from .plan.lineage import Lineage
 from .store.blocking import run_blocking
-from .store.catalog import StepNames, complete_undecided, list_steps, read_decision, read_vote
+from .store.catalog import StepNames, complete_undecided, list_step, list_steps, read_decision, read_vote
 from .store.commit import try_commit
 from .store.runs import open_run, read_incarnations
 
@@ -177,6 +177,19 @@ class Proposals:
             f"{told}; committed now" if isinstance(decided, Manifest) else f"{told}; given up"
         )
         return decided if isinstance(decided, Manifest) else None
+
+
+def is_durable(backend: Backend, key: Key) -> bool:
+    """Whether a manifest counts for the checkpoint."""
+
+    async def read() -> bool:
+        found = await list_step(backend, key[1], key[0])
+        return isinstance(await read_decision(backend, found), Manifest)
+
+    try:
+        return run_blocking(read())
+    except FALL_BACK:
+        return False
 
 
 @contextlib.contextmanager

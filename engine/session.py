@@ -112,6 +112,11 @@ class Session:
         self._settle()
         return self._flush(step)
 
+    def save_adopted(self, state: TrainState) -> None:
+        """Take what was loaded, unchanged, as this incarnation's snapshot of that very step: close flushes it."""
+        if self._snapshots.newest is None and self._last_step >= 0:
+            self._snapshot(self._last_step, state, None, late=False)
+
     def hear(self) -> None:
         """Take in what the agent said; tell the caller of failures it has not heard of."""
         self._send_pending()
