@@ -11,6 +11,7 @@ from pathlib import Path
 
 from .backends.api import Backend
 from .errors import Damaged, EverstepError, NotARun, Pruned
+from .format import names as file_names
 from .format.manifest import Manifest
 from .format.names import RUN
 from .format.records import IncarnationRecord, RunRecord
@@ -123,7 +124,7 @@ class Proposals:
                 found=f"records {sorted(known)}",
                 expected=f"a record of incarnation {orphans[0]}",
                 hint="Restore it from a copy of the run; without it the run's lineage is not known.",
-                name=f"incarnation {orphans[0]}",
+                name=file_names.incarnation(orphans[0]),
             )
         if not self.records:
             return []
@@ -163,7 +164,8 @@ class Proposals:
         attempts = run_blocking(complete_undecided(self._backend, names))
         if not attempts:
             return None
-        told = f"step {names.step} (incarnation {names.incarnation}): all votes are in, but its manifest is missing"
+        manifest = file_names.decision(names.step, names.incarnation, attempts[-1])
+        told = f"step {names.step} (incarnation {names.incarnation}): all votes are in, but {manifest} is missing"
         if not self._writes:
             self.problems.append(f"{told}; a training run that loads here commits it")
             return None
