@@ -190,4 +190,6 @@ def _nothing_there(root: str | os.PathLike[str], backend: Backend) -> EverstepEr
             found="no run.json" if os.path.isdir(root) else "no such directory",
             expected="the directory of a run",
         )
-    return NoCheckpoint(f"the run at {os.fspath(root)} has no checkpoint yet", hint="`everstep fsck` says more.")
+    return NoCheckpoint(
+        f"the run at {os.fspath(root)} has no checkpoint yet", hint="`everstep fsck` says more."
+    )
