@@ -23,8 +23,9 @@ T = TypeVar("T")
 
 
 def open_root(url: str) -> Backend:
-    """The run's root: every node sees the same files there."""
-    return open_backend(url, shared=True)
+    """The run's root: every node sees the same files there. If it is deleted under the agent, what the agent writes
+    late must not appear in a run that is made anew at the same place."""
+    return open_backend(url, shared=True, bound=True)
 
 
 def may_pass(error: BaseException) -> bool:

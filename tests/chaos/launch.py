@@ -87,6 +87,7 @@ def serve() -> None:
             answer = {"pid": _launch(asked)}
         print(json.dumps(answer), flush=True)
     _reap(codes)
+    os._exit(0)  # the interpreter's own end takes seconds with torch loaded
 
 
 def _warm_up() -> None:

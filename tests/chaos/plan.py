@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-STEPS_PER_DISTURBANCE = 30
-DELAY_S_MAX = 1.2
-STOPPED_S_MAX = 2.5
+STEPS_PER_DISTURBANCE = 50
+DELAY_S_MAX = 1.0
+STOPPED_S_MAX = 1.5
 LONG_STOP_S = 12.0
 """Longer than the silence after which an agent counts as lost."""
 
@@ -85,7 +85,7 @@ def _disturbance(draw: random.Random) -> Disturbance:
     )
     return Disturbance(
         kind=kind,
-        steps=draw.randint(1, STEPS_PER_DISTURBANCE) if draw.random() < 0.5 else None,
+        steps=draw.randint(1, STEPS_PER_DISTURBANCE // 2) if draw.random() < 0.5 else None,
         delay_s=draw.uniform(0.0, DELAY_S_MAX),
         pause_s=stopped,
         wipe_memory=wipes,

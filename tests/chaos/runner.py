@@ -319,6 +319,7 @@ def run_seed(seed: int, base: Path, server: Server, *, disturbances: int | None 
             run.disk.mkdir()
         try:
             run.reference()
+            run.began = time.monotonic()
             run.launch()
             for what in plan.disturbances:
                 if not run.disturb(what):

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import everstep
+import pytest
 import torch
 from everstep.memory.directory import arena_dir
 from everstep.places import locate
+from everstep.ranks import Ranks
 
 from .disk import standing
 from .runner import SHM
@@ -53,3 +55,21 @@ def test_a_load_of_what_is_durable_writes_nothing_at_close(root: Path) -> None:
     with opened(root) as ckpt:
         assert ckpt.load({"n": 0}) == 3
     assert sorted(path for path in root.rglob("*") if "events" not in str(path)) == before
+
+
+class LostStore:
+    """A store whose host is gone."""
+
+    def set(self, key: str, value: bytes) -> None:
+        pass
+
+    def wait(self, keys: list[str], timeout: object) -> None:
+        raise ConnectionError("connection reset by peer")
+
+
+def test_a_lost_store_is_not_told_as_a_time_out() -> None:
+    """Rank 0 hosted it and was killed: nobody waited for the whole bound."""
+    ranks = Ranks(1, 2, LostStore(), prefix="x")
+    with pytest.raises(everstep.errors.RankError, match="store was lost") as told:
+        ranks.agree("choosing a step", None, timeout_s=60)
+    assert "reset by peer" in str(told.value) and "60" not in str(told.value)

@@ -244,7 +244,7 @@ class Script:
 
     def end(self) -> tuple[int, str, str]:
         """(exit code, rest of its output, its errors)."""
-        out, err = self.process.communicate(timeout=60)
+        out, err = self.process.communicate(timeout=110)
         return self.process.returncode, out, err
 
     def signal(self, number: int) -> None:
