@@ -23,8 +23,8 @@ from everstep.memory.process import Process
 from everstep.places import locate
 from everstep.store.findings import Kind
 
-from .disk import Key, damage, fill, findings, small_disk, standing
-from .job import Settings
+from .disk import Key, damage, fill, findings, holding_images, small_disk, standing
+from .job import POLICY, Settings
 from .launch import Launcher
 from .plan import Disturbance, Plan
 from .processes import Family, kill, send
@@ -154,6 +154,8 @@ class Run:
         def due() -> bool:
             if self.launcher.ended(self.job) is not None:
                 return True
+            if what.at_end:
+                return self.progress() >= self.plan.steps - 1
             if what.steps is None:
                 return time.monotonic() - since >= what.delay_s
             return self.progress() >= before + what.steps
@@ -287,12 +289,20 @@ class Run:
                 break
             time.sleep(POLL_S)
         kill(left)
+        self.check_rotation()
         done = CliRunner().invoke(clean_memory, [str(self.root)])
         directory = SHM / arena_dir(SHM, locate(self.root).run_key).relative_to(SHM)
         stays = list(directory.iterdir())
         if done.exit_code or stays:
             self.problems.append(f"clean-memory left {stays}: {done.output}")
         shutil.rmtree(directory)
+
+    def check_rotation(self) -> None:
+        """Retention is met once all agents are gone, given-up attempts and lost branches included; what is
+        damaged may stay."""
+        with_images = holding_images(self.root) - set(self.damaged)
+        if len(with_images) > POLICY["keep_last"]:
+            self.problems.append(f"not rotated: {sorted(with_images)}, of which {standing(self.root)} count")
 
     def close(self) -> None:
         kill(self.family.all())
