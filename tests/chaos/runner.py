@@ -31,6 +31,7 @@ from .processes import Family, kill, send
 from .verify import Wiped, by_attempt, check_floors, check_numbers, completed, read_lives
 
 SEED_S = 150.0
+TORCHRUN_SEED_S = 300.0
 """Bound of one seed, from start to end."""
 LAUNCHES_MAX = 25
 LEFT_S = 30.0
@@ -126,7 +127,7 @@ class Run:
 
     def wait(self, until: Callable[[], bool]) -> None:
         while not until():
-            if time.monotonic() - self.began > SEED_S:
+            if time.monotonic() - self.began > (TORCHRUN_SEED_S if self.plan.torchrun else SEED_S):
                 raise Hung("the seed's time is over")
             time.sleep(POLL_S)
 
