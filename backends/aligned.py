@@ -6,6 +6,7 @@ here counts in :data:`BLOCK`, which is a multiple of every block size in use.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 
@@ -59,10 +60,15 @@ def is_aligned(view: memoryview) -> bool:
 
 def aligned_buffer(nbytes: int) -> memoryview:
     """A private writable buffer of ``nbytes`` (rounded up to whole blocks), page-aligned, zeroed. It is freed
-    with the last view of it."""
-    return memoryview(
-        mmap.mmap(-1, max(round_up(nbytes), BLOCK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    )
+    with the last view of it.
+
+    Huge pages, where the system gives them: direct I/O pins and maps page by page, so that reads into small
+    pages took nearly twice as long here, and touching them first costs a fault each.
+    """
+    buffer = mmap.mmap(-1, max(round_up(nbytes), BLOCK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(buffer)
 
 
 def round_up(nbytes: int) -> int:

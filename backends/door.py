@@ -13,6 +13,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -190,3 +191,20 @@ def _checked(result: int, path: str) -> None:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), path)
+
+
+class BoundDoor(Door):
+    """Works below the very directory that ``root`` is now. If that is deleted, every operation fails with ENOENT,
+    also when another directory takes its name: what is written late can never land in a successor.
+
+    Raises OSError where ``root`` is no directory.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        super().__init__(root)
+        self._fd = os.open(self.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._fd)
+
+    def path(self, name: str) -> str:
+        base = f"/proc/self/fd/{self._fd}"
+        return os.path.join(base, name) if name else base

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from urllib.parse import unquote, urlsplit
 
 from .api import Backend
+from .door import BoundDoor
 from .errors import Permanent
 from .files import LocalBackend
 
@@ -15,10 +17,19 @@ SUPPORTED = "a path, or file:///path"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 
 
-def open_backend(url: str | os.PathLike[str], *, shared: bool = False, threads: int = 4) -> Backend:
+def open_backend(
+    url: str | os.PathLike[str], *, shared: bool = False, threads: int = 4, bound: bool = False
+) -> Backend:
     """The backend for a path or a ``file://`` URL; nothing is read or made yet. ``shared`` says that all
-    nodes see the same files there. Raises Permanent for what is no such thing, naming what is supported."""
-    return LocalBackend(local_path(url), shared=shared, threads=threads)
+    nodes see the same files there. ``bound`` binds to the directory that is there now, if one is: when it is
+    deleted and made anew, the new one is not touched. Raises Permanent for what is no such thing, naming what is
+    supported."""
+    path = local_path(url)
+    door = None
+    if bound:
+        with contextlib.suppress(OSError):
+            door = BoundDoor(path)
+    return LocalBackend(path, shared=shared, threads=threads, door=door)
 
 
 def local_path(url: str | os.PathLike[str]) -> str:

@@ -18,8 +18,8 @@ from .agent.client import HeldArena, fetch_arenas
 from .backends.api import Backend
 from .backends.open import open_backend
 from .config import config_hash, plain_config
-from .discovery import find_run, open_arenas
-from .errors import BadOption, Closed, EverstepError, NotARun
+from .discovery import find_run, is_durable, open_arenas
+from .errors import BadOption, Closed, EverstepError, NotARun, RunInUse
 from .format.constants import CHUNK_BYTES
 from .format.records import (
     IncarnationRecord,
@@ -113,6 +113,8 @@ class Checkpointer:
         self._pid = os.getpid()
         self._held: list[Arena] = []
         self.recovery: Recovery | None = None
+        self._loaded: TrainState | None = None
+        """What a load restored, until a step or save follows it."""
         _close_former(self._place.url, self)
         _at_exit(weakref.ref(self))
 
@@ -151,6 +153,7 @@ class Checkpointer:
                     config_reason=config_reason,
                 )
             self.recovery = found[0] if found is not None else None
+            self._loaded = trained if found is not None else None
         self._origin = self._origin_of(self.recovery, config_reason)
         self._reserve(trained)
         return self.recovery.step if self.recovery is not None else None
@@ -182,7 +185,28 @@ class Checkpointer:
     def close(self, *, flush: bool = True) -> None:
         """Make the newest snapshot durable (unless ``flush`` is False), end the session, and raise what went wrong.
         Every rank calls it; calling it again does nothing."""
+        if flush and not self._closed and self._session is None and os.getpid() == self._pid:
+            self._save_loaded()
         self._close(flush=flush, keep=False)
+
+    def _save_loaded(self) -> None:
+        """A job that is started again at its last step has nothing left to do but to make it durable: what was
+        loaded may lie in memory alone."""
+        recovery, state = self.recovery, self._loaded
+        if recovery is None or state is None or recovery.tier != "memory":
+            return
+        ranks, _ = self._meet()
+        key = (recovery.incarnation, recovery.step)
+        there = ranks.from_first(
+            "looking for the checkpoint on disk",
+            lambda: is_durable(self._backend, key),
+            timeout_s=self._policy.rank_timeout_s,
+        )
+        if not there:
+            try:
+                self._writing(state).save_adopted(state)
+            except RunInUse as error:
+                log.info("everstep: step %d is left to the run's writer: %s", recovery.step, error)
 
     def _close(self, *, flush: bool, keep: bool) -> None:
         """``keep`` leaves the snapshots in memory: who ends by an error is likely to be started again."""
@@ -292,6 +316,7 @@ class Checkpointer:
         self._check_usable()
         if self._session is None:
             self._session = self._open(TrainState.of(state))
+            self._loaded = None
             with _open_lock:
                 _writing.add(self)
         return self._session
@@ -380,7 +405,7 @@ def _close_former(url: str, new: Checkpointer) -> None:
         _open[url] = new
     if former is not None and not former._closed:
         try:
-            former.close()
+            former._close(flush=True, keep=False)
         except EverstepError as error:
             warnings.warn(
                 f"everstep: closing the former checkpointer of this run: {error}",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .backends.api import Backend
 from .errors import Damaged, EverstepError, NotARun, Pruned
+from .format import names as file_names
 from .format.manifest import Decision, Manifest
 from .format.names import RUN
 from .format.records import IncarnationRecord, RunRecord
@@ -128,7 +129,7 @@ class Proposals:
                 found=f"records {sorted(known)}",
                 expected=f"a record of incarnation {orphans[0]}",
                 hint="Restore it from a copy of the run; without it the run's lineage is not known.",
-                name=f"incarnation {orphans[0]}",
+                name=file_names.incarnation(orphans[0]),
             )
         if not self.records:
             return []
@@ -168,7 +169,8 @@ class Proposals:
         attempts = run_blocking(complete_undecided(self._backend, names))
         if not attempts:
             return None
-        told = f"step {names.step} (incarnation {names.incarnation}): all votes are in, but its manifest is missing"
+        manifest = file_names.decision(names.step, names.incarnation, attempts[-1])
+        told = f"step {names.step} (incarnation {names.incarnation}): all votes are in, but {manifest} is missing"
         if not self._writes:
             decision = self._wait_for_commit(names)
             if decision is not None:
@@ -194,6 +196,19 @@ class Proposals:
             if decision is not None or not run_blocking(complete_undecided(self._backend, now)):
                 return decision
         return None
+
+
+def is_durable(backend: Backend, key: Key) -> bool:
+    """Whether a manifest counts for the checkpoint."""
+
+    async def read() -> bool:
+        found = await list_step(backend, key[1], key[0])
+        return isinstance(await read_decision(backend, found), Manifest)
+
+    try:
+        return run_blocking(read())
+    except FALL_BACK:
+        return False
 
 
 @contextlib.contextmanager

@@ -70,7 +70,9 @@ class EverstepError(Exception):
             text += f"; expected: {self.expected}"
         if self.hint:
             text += f". {self.hint}"
-        return text
+        # Whoever reads only the text must learn of which file or slot it speaks.
+        name = self.fields.get("name")
+        return f"{name}: {text}" if name and str(name) not in text else text
 
     def __getattr__(self, name: str) -> Any:
         fields = self.__dict__.get("fields", {})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import socket
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from typing import Any
 
 from .backends.api import Backend
@@ -16,7 +15,7 @@ from .memory.process import Process
 from .places import Place
 from .store.blocking import run_blocking
 from .store.catalog import list_steps
-from .store.runs import add_incarnation, create_run, read_incarnations, require_records
+from .store.runs import add_incarnation, create_run, now, read_incarnations, require_records
 from .writers import is_writing, mark, unmark
 
 NOTHING_TO_LOAD = "there was no checkpoint to load"
@@ -100,7 +99,7 @@ def begin_incarnation(
             config_reason=origin.config_reason,
             loosened=origin.loosened,
             writer=this_writer(),
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            created=now(),
         )
 
     try:

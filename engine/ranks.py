@@ -180,11 +180,12 @@ class Ranks:
 
     def _wait(self, key: str, what: str, timeout_s: float) -> bytes:
         assert self._store is not None
+        began = time.monotonic()
         try:
             self._store.wait([key], timedelta(seconds=timeout_s))
             return bytes(self._store.get(key))
         except Exception as error:
-            raise _silent(what, timeout_s) from error
+            raise _unanswered(what, timeout_s, began, error) from error
 
 
 def _wire_of(error: Exception) -> dict[str, Any]:
@@ -228,13 +229,27 @@ def _join_rank_0(store: _Store, place: str, rank: int, world: int, timeout_s: fl
     """Another rank: knock, and take the meeting's name from rank 0."""
     knock = secrets.token_hex(8)
     store.set(f"{place}/knock/{rank}", knock)
+    began = time.monotonic()
     try:
         store.wait([f"{place}/answer/{rank}/{knock}"], timedelta(seconds=timeout_s))
     except Exception as error:
-        raise _silent("opening the run", timeout_s) from error
+        raise _unanswered("opening the run", timeout_s, began, error) from error
     name = bytes(store.get(f"{place}/answer/{rank}/{knock}")).decode()
     store.set(f"{place}/{name}/here/{rank}", "1")
     return name
+
+
+def _unanswered(what: str, timeout_s: float, began: float, error: Exception) -> RankError:
+    """Rank 0 was silent for the whole time, or its store went away before (rank 0 often hosts it, and died)."""
+    if time.monotonic() - began >= timeout_s:
+        return _silent(what, timeout_s)
+    return RankError(
+        f"{what}: the job's store was lost",
+        found=f"{type(error).__name__}: {error}",
+        expected="an answer of rank 0",
+        hint="Whoever hosts the store, often rank 0, has ended: look at rank 0's log.",
+        ranks=[0],
+    )
 
 
 def _silent(what: str, timeout_s: float) -> RankError:

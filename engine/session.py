@@ -15,6 +15,7 @@ from .agent.values import AgentSettings, Hello
 from .config import plain_metrics
 from .decisions import Decisions
 from .errors import EverstepError, StepOrder
+from .format.plain import to_plain
 from .format.records import IncarnationRecord, RunRecord
 from .handles import SaveHandle
 from .memory.control import Purpose
@@ -110,6 +111,11 @@ class Session:
         self._last_step = step
         self._settle()
         return self._flush(step)
+
+    def save_adopted(self, state: TrainState) -> None:
+        """Take what was loaded, unchanged, as this incarnation's snapshot of that very step: close flushes it."""
+        if self._snapshots.newest is None and self._last_step >= 0:
+            self._snapshot(self._last_step, state, None, late=False)
 
     def hear(self) -> None:
         """Take in what the agent said; tell the caller of failures it has not heard of."""
@@ -335,7 +341,8 @@ def describe(state: TrainState, record: IncarnationRecord, rank: int, metrics: d
         "facts": {},
     }
     meta.update(state.describe())
-    return msgspec.msgpack.encode(meta)
+    # As in the vote: a metric or a position may be an integer of any size, which msgpack has not.
+    return msgspec.msgpack.encode(to_plain(meta, "meta"))
 
 
 def _coordinates(mesh: dict[str, int], rank: int) -> dict[str, int]:

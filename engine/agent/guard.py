@@ -6,7 +6,7 @@ next write would make the directory again, and its files would bear names of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from everstep.backends.api import Backend, Writer
 from everstep.backends.errors import NotFound
@@ -19,11 +19,14 @@ RUN_BYTES_MAX = 1 << 20
 
 
 class SameRun(Wrapper):
-    """Changes nothing unless the run under the root is ``run``, by its record; else raises SaveFailed."""
+    """Changes nothing unless the run under the root is ``run``, by its record; else calls ``gone`` and raises
+    SaveFailed. (The moment between look and change is closed, on file systems, by a backend that is bound to its
+    directory.)"""
 
-    def __init__(self, inner: Backend, run: RunRecord) -> None:
+    def __init__(self, inner: Backend, run: RunRecord, gone: Callable[[], None]) -> None:
         super().__init__(inner)
         self._run = run
+        self._gone = gone
 
     async def check(self, name: str) -> None:
         try:
@@ -31,6 +34,7 @@ class SameRun(Wrapper):
         except NotFound:
             found = "no run"
         if found != self._run.run_id:
+            self._gone()
             raise SaveFailed(
                 f"{name} is not touched: the run under {self.url} is gone",
                 found=found,

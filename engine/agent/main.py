@@ -61,11 +61,10 @@ def run(
     import asyncio
     import logging
 
-    from everstep.backends.open import open_backend as open_url
-
     from . import places
     from .journal import LmdbJournal
     from .spawn import READY, TAKEN
+    from .storage import open_root
 
     form = f"%(asctime)s agent {os.getpid()} %(levelname)s %(message)s"
     logging.basicConfig(format=form, level=logging.INFO)
@@ -81,7 +80,7 @@ def run(
     def started() -> None:
         _say(ready, READY)
 
-    asyncio.run(_serve(settings, lock, listener, journal, open_backend or open_url, started))
+    asyncio.run(_serve(settings, lock, listener, journal, open_backend or open_root, started))
     logging.getLogger("everstep.agent").info("leaving")
     os.close(lock)
     return 0

@@ -459,7 +459,7 @@ class Service:
 
     def _open(self, record: RunRecord) -> None:
         self._run = record
-        self._guarded = SameRun(self._backend, record)
+        self._guarded = SameRun(self._backend, record, self.run_is_gone)
         self.pipeline = Pipeline(
             self,
             record,

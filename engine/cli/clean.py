@@ -19,12 +19,13 @@ Exit codes:
 
 Example:
   everstep clean-memory runs/gpt
-  everstep clean-memory            # of all runs of this user on this node
+  everstep clean-memory --all      # of all runs of this user on this node
 """
 
 
 @command("clean-memory", epilog=EPILOG)
 @click.argument("run", required=False)
+@click.option("--all", "every_run", is_flag=True, help="Of all runs of this user on this node.")
 @click.option(
     "--memory",
     type=click.Path(path_type=Path, file_okay=False),
@@ -33,12 +34,14 @@ Example:
     help="Where the arenas lie (Memory(path=...)).",
 )
 @json_option
-def clean_memory(run: str | None, memory: Path, as_json: bool) -> None:
+def clean_memory(run: str | None, every_run: bool, memory: Path, as_json: bool) -> None:
     """Remove snapshots in shared memory that no living process uses.
 
     A killed run leaves its newest snapshots in memory so that it can go on from them; this gives the memory
     back, and the run then goes on from disk. What a living process owns or reads is never touched.
     """
+    if every_run == (run is not None):
+        raise click.UsageError("name a RUN, or say --all")
     with answering(as_json) as answer:
         from everstep.memory.directory import clean, find_arenas
 

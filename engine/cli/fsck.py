@@ -120,7 +120,8 @@ def _as_json(finding: Finding) -> dict[str, Any]:
 def _as_text(run: str, quick: bool, findings: list[Finding], code: int) -> str:
     lines = []
     for finding in findings:
-        lines.append(f"{finding.severity.value}: {finding.name}: {finding.message}")
+        said = finding.message if finding.name in finding.message else f"{finding.name}: {finding.message}"
+        lines.append(f"{finding.severity.value}: {said}")
         if finding.hurts:
             lines.append(f"    {finding.hurts}")
     verdict = {0: "clean", 4: "DAMAGED", CANNOT_TELL: "cannot tell"}.get(

@@ -112,7 +112,14 @@ def _verify(data: bytes, name: str) -> str:
             "this is no sealed record", name=name, found=bytes(data[:32]), expected="a sealed record"
         )
     hash_id, written = head[2].decode(), head[3].decode()
+    ours = data[: head.start(2)] + HASH_ID.encode() + b":" + b"0" * len(written) + data[head.end(3) :]
+    found = hexdigest(ours)
     if hash_id != HASH_ID:
+        if found == written:
+            # Sealed with our hash, whose name was changed: damage, and no other release's record.
+            raise Damaged(
+                "the name of the record's hash is wrong", name=name, found=hash_id, expected=HASH_ID
+            )
         raise UnknownFormat(
             "the record is sealed with a hash that this release does not have",
             name=name,
@@ -120,7 +127,6 @@ def _verify(data: bytes, name: str) -> str:
             expected=HASH_ID,
             hint=UPGRADE_HINT,
         )
-    found = hexdigest(data[: head.start(3)] + b"0" * len(written) + data[head.end(3) :])
     if found != written:
         raise Damaged("the record's hash is wrong", name=name, found=found, expected=written)
     return head[1].decode()

@@ -8,13 +8,13 @@ cannot be read, is fetched from the next source that holds the same image.
 from __future__ import annotations
 
 import asyncio
-import mmap
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from everstep.backends.aligned import aligned_buffer
 from everstep.errors import CannotTell, Damaged, EverstepError, Pruned, StateMismatch
 from everstep.format.vote import ImageRecord
 from everstep.memory.errors import ArenaGone, SlotGone
@@ -22,10 +22,12 @@ from everstep.plan.reads import Read
 
 from .sources import Source, bad_chunks, changed_chunk, check_record
 
-PARALLEL = 4
-"""Pieces in flight; with ``PIECE_BYTES`` this bounds the memory."""
+PARALLEL = 6
+"""Pieces in flight, more than a backend reads at once: while some are hashed and copied, others are
+read. With
+``PIECE_BYTES`` this bounds the memory."""
 
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 8 << 20
 """One read of a durable tier; one chunk where chunks are larger."""
 
 LARGE_COPY_BYTES = 64 << 10
@@ -284,7 +286,7 @@ async def _work(
 ) -> None:
     """Take pieces until none is left. The buffer is made when a piece first needs one."""
     loop = asyncio.get_running_loop()
-    buffer: mmap.mmap | None = None
+    buffer: memoryview | None = None
     for piece in pieces:
         source = piece.holders[0]
         whole = source.mapped(piece.rank, piece.image)
@@ -293,8 +295,8 @@ async def _work(
             view = whole[piece.offset : piece.offset + piece.nbytes]
         else:
             if buffer is None or len(buffer) < piece.nbytes:
-                buffer = mmap.mmap(-1, max(piece_bytes, piece.nbytes))
-            view = memoryview(buffer)[: piece.nbytes]
+                buffer = aligned_buffer(max(piece_bytes, piece.nbytes))
+            view = buffer[: piece.nbytes]
             error = await _try_read(source, piece, view)
         bad: list[tuple[int, bytes]] = []
         if error is None:

@@ -24,6 +24,7 @@ from everstep.format.constants import HASH_BYTES
 from everstep.format.hashing import chunk_hashes, image_root, rank_root
 from everstep.format.layout import compress, decompress, layout_hash
 from everstep.format.manifest import Abort
+from everstep.format.plain import from_plain
 from everstep.format.records import RunRecord
 from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote, encode_vote
 
@@ -299,10 +300,11 @@ def _vote(job: FlushJob, pinned: Pinned, records: tuple[ImageRecord, ...]) -> Vo
 
 
 def read_meta(data: bytes, name: str) -> dict[str, Any]:
-    """The msgpack map of a slot's ``meta`` region."""
+    """The msgpack map of a slot's ``meta`` region; what msgpack lacks is tagged as in a vote."""
     try:
-        return msgspec.msgpack.decode(data, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
+        found: dict[str, Any] = from_plain(msgspec.msgpack.decode(data, type=dict[str, Any]))
+        return found
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Damaged(f"{name}: not a map", found=str(error), expected="msgpack", name=name) from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import stat
 import tempfile
 import threading
@@ -24,6 +25,7 @@ from everstep.backends.errors import (
 )
 from everstep.backends.files import LocalBackend
 from everstep.backends.filewriter import FileWriter
+from everstep.backends.open import open_backend
 from everstep.backends.publish import Publisher
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -413,3 +415,28 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with_backend(LocalBackend(tmp_path), job)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_bound_backend_never_writes_into_a_successor_of_its_directory(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+
+    async def story() -> None:
+        backend = open_backend(root, bound=True)
+        await backend.write("a/b", b"1")
+        assert await backend.read("a/b") == b"1"
+        assert await backend.list_names("a") == ["b"]
+        shutil.rmtree(root)
+        for made_anew in (False, True):
+            if made_anew:
+                root.mkdir()
+            with pytest.raises((NotFound, Permanent)):
+                await backend.write("a/c", b"2")
+            with pytest.raises((NotFound, Permanent)):
+                await backend.create("c", b"3")
+            with pytest.raises(NotFound):
+                await backend.read("a/b")
+        await backend.close()
+
+    asyncio.run(story())
+    assert list(root.iterdir()) == []

@@ -30,7 +30,7 @@ def test_removes_what_the_dead_left_and_keeps_what_lives(tmp_path: Path) -> None
     try:
         listed = everstep("ls", dead_run, "--memory", memory, "--json").json["memory"]
         assert [s["in_use"] for s in listed] == [False]
-        found = everstep("clean-memory", "--memory", memory, "--json").json
+        found = everstep("clean-memory", "--all", "--memory", memory, "--json").json
         assert [item["path"] for item in found["removed"]] == [listed[0]["path"]]
         assert found["removed"][0]["nbytes"] > 0
         assert found["in_use"] == [str(arena.info.path)]
@@ -50,3 +50,9 @@ def test_one_run_only(tmp_path: Path) -> None:
         assert "kept" in everstep("clean-memory", tmp_path / "a", "--memory", memory).out
     finally:
         arena.close()
+
+
+def test_all_runs_only_when_asked(tmp_path: Path) -> None:
+    """A run that was just killed goes on from its memory: another's clean-up must not take that by the way."""
+    assert everstep("clean-memory", "--memory", tmp_path).code == 2
+    assert everstep("clean-memory", tmp_path, "--all", "--memory", tmp_path).code == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from typing import Any
 
@@ -178,10 +179,17 @@ def test_another_format_version_says_what_to_do() -> None:
 
 
 def test_another_hash_is_another_format() -> None:
-    data = sealed.seal("thing", {}).replace(b"xxh3-128:", b"blake3-256:")
+    data = sealed.seal("thing", {})
+    data = re.sub(rb"xxh3-128:[0-9a-f]+", b"blake3-256:" + b"ab" * 32, data)
     with pytest.raises(UnknownFormat) as caught:
         sealed.unseal(data, "thing", NAME)
     assert (caught.value.found, caught.value.expected) == ("blake3-256", "xxh3-128")
+
+
+def test_a_changed_name_of_the_hash_is_damage() -> None:
+    data = sealed.seal("thing", {}).replace(b"xxh3-128:", b"yxh3-128:")
+    with pytest.raises(Damaged, match="the name of the record's hash"):
+        sealed.unseal(data, "thing", NAME)
 
 
 def test_a_changed_version_without_a_new_hash_is_damage() -> None:

@@ -1,0 +1,1 @@
+"""Whole runs that are killed at named points, and go on."""

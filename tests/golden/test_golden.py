@@ -1,0 +1,160 @@
+"""Runs that format version 1 wrote, kept for ever, load bit for bit with whatever the code is now."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import everstep
+import pytest
+import safetensors.torch
+import torch
+from click.testing import CliRunner
+from everstep.cli.main import main
+from everstep.format import names
+from everstep.format.dtypes import DTYPES as STORED
+from everstep.state.tensors import DTYPES
+
+from tests.golden import contents, make_golden
+from tests.golden.make_golden import PAIR_PARTS
+from tests.golden.same import differences, raw
+
+V1 = Path(__file__).parent / "v1"
+ALONE, PAIR = V1 / "alone", V1 / "pair"
+STEPS = {
+    contents.FULL_STEP: contents.full,
+    contents.SMALL_STEP: contents.small,
+    contents.BARE_STEP: contents.bare,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_warnings() -> Any:
+    """Nothing is passed over, or comes from a second holder, without a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        yield
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_every_value_bit_for_bit(step: int) -> None:
+    found = everstep.load(ALONE, step=step)
+    assert list(differences(found, STEPS[step]())) == []
+
+
+def test_the_newest_step_is_a_bare_value() -> None:
+    assert list(differences(everstep.load(ALONE), contents.bare())) == []
+
+
+def test_what_is_one_object_comes_back_as_one() -> None:
+    found = everstep.load(ALONE, step=contents.FULL_STEP)
+    assert found["model"]["tied"][0] is found["model"]["tied"][1]
+    aliases = found["plain"]["aliases"]
+    assert aliases["one"] is aliases["other"]
+
+
+def test_every_dtype_of_the_format_is_there() -> None:
+    found = everstep.load(ALONE, step=contents.FULL_STEP, parts=["dtypes"])
+    assert list(found) == ["dtypes"]
+    # Quantised ones have no plain tensors.
+    missing = set(STORED) - set(found["dtypes"])
+    assert all(name not in DTYPES for name in missing), missing
+    assert len(found["dtypes"]) >= 35
+
+
+@pytest.mark.parametrize("rank", range(contents.PAIR_WORLD))
+def test_the_state_of_each_of_two_ranks(rank: int) -> None:
+    found = everstep.load(PAIR, rank=rank)
+    state = make_golden.pair_state(rank, make_golden.pair_model())
+    expected = make_golden.plain_parts(state)
+    assert list(found) == list(expected) == list(PAIR_PARTS)
+    assert list(differences(found["extra"], contents.of_rank(rank))) == []
+    assert list(differences(found["optimizer"], expected["optimizer"])) == []
+    assert list(differences(found["scheduler"], expected["scheduler"])) == []
+    assert list(differences(dict(found["model"]), dict(expected["model"]))) == []
+
+
+def test_into_live_objects_of_one_of_two_ranks() -> None:
+    state = make_golden.pair_state(1, make_golden.pair_model())
+    wanted = {key: value.clone() for key, value in state.model.state_dict().items()}
+    contents.settle(state.model.state_dict(), 7000)
+    everstep.load(PAIR, rank=1, into=state)
+    assert list(differences(dict(state.model.state_dict()), wanted)) == []
+
+
+@pytest.mark.parametrize("run", [ALONE, PAIR], ids=["alone", "pair"])
+def test_fsck_finds_nothing(run: Path) -> None:
+    said = CliRunner().invoke(main, ["fsck", str(run), "--json"])
+    assert said.exit_code == 0, said.output
+    assert json.loads(said.stdout)["findings"] == []
+
+
+def test_loading_writes_nothing(tmp_path: Path) -> None:
+    run = Path(shutil.copytree(PAIR, tmp_path / "run"))
+
+    def listed() -> list[tuple[str, int]]:
+        return sorted((str(path), path.stat().st_mtime_ns) for path in run.rglob("*"))
+
+    before = listed()
+    everstep.load(run)
+    assert listed() == before
+
+
+def test_images_open_without_everstep() -> None:
+    at = (contents.FULL_STEP, 1, 1, 0)
+    for part in contents.full():
+        path = ALONE / names.image(*at, "state@" if part == "state" else part)
+        if part == "plain":
+            assert not path.exists(), "no tensor, no image"
+            continue
+        opened = safetensors.torch.load_file(path)
+        assert opened, part
+    model = safetensors.torch.load_file(ALONE / names.image(*at, "model"))
+    expected = contents.full()["model"]
+    for key in ("parameter", "transposed", "strided", "expanded", "scalar", "empty"):
+        assert raw(model[key]) == raw(expected[key]), key
+    assert model["channels"].dtype is torch.float16
+
+
+def test_the_metrics_and_the_configuration_are_told() -> None:
+    said = CliRunner().invoke(main, ["show", str(ALONE), str(contents.FULL_STEP), "--json"])
+    assert said.exit_code == 0, said.output
+    told = json.loads(said.stdout)
+    assert told["incarnations"][0]["config"] == contents.CONFIG
+    manifest = told["checkpoint"]["manifest"]
+    assert manifest["config_hash"] == told["incarnations"][0]["config_hash"]
+    assert manifest["metrics"]["loss"] == contents.METRICS["loss"]
+    assert manifest["metrics"]["seen"] == contents.METRICS["seen"]
+
+
+def test_the_generator_still_makes_such_a_run(tmp_path: Path) -> None:
+    """The images are the same bytes today; records differ by time, place and random ids."""
+    make_golden.make_alone(tmp_path / "alone")
+    images = [path.relative_to(ALONE) for path in ALONE.rglob("rank-*") if path.suffix != ".vote"]
+    assert len(images) >= 9
+    for name in images:
+        assert (tmp_path / "alone" / name).read_bytes() == (ALONE / name).read_bytes(), name
+    assert {path.name for path in (ALONE / "layouts").iterdir()} == {
+        path.name for path in (tmp_path / "alone" / "layouts").iterdir()
+    }
+
+
+def test_the_comparison_sees_what_differs() -> None:
+    one = contents.full()
+    for change in (
+        lambda new: new["model"]["scalar"].add_(1),
+        lambda new: new["plain"]["floats"].__setitem__(1, 0.0),
+        lambda new: new["plain"]["floats"].__setitem__(5, contents.nan(0x7FF8000000000000)),
+        lambda new: new["plain"]["tuple"][1].__class__ and new["plain"].__setitem__("tuple", [1, (2, ())]),
+        lambda new: new["plain"]["keys"].__setitem__("new", 1),
+        lambda new: new["plain"]["deque"].append(3),
+        lambda new: new["plain"]["generator"].manual_seed(1),
+        lambda new: new[".."]["big"].__setitem__((0, 0), 7),
+        lambda new: new["plain"]["user"][1].__setattr__("rate", 0.25),
+    ):
+        other = contents.full()
+        change(other)
+        assert len(list(differences(other, one))) == 1
