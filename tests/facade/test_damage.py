@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -131,13 +132,24 @@ def test_storage_that_does_not_answer_is_cannot_tell(run: Path, op: str, error: 
 
 def test_a_lost_manifest_with_all_votes_is_committed_by_a_training_load(run: Path) -> None:
     (checkpoint(run, 3) / "manifest-1.json").unlink()
-    with pytest.warns(RuntimeWarning, match="its manifest is missing"):
+    with pytest.warns(RuntimeWarning, match="all votes are in"):
         assert everstep.load(run)["n"] == 2, "a reader writes nothing"
     assert steps_on_disk(run) == [1, 2]
     state = {"n": 0, "w": torch.zeros(3000)}
     with opened(run) as ckpt, pytest.warns(RuntimeWarning, match="committed now"):
         assert ckpt.load(state) == 3
     assert state["n"] == 3 and 3 in steps_on_disk(run)
+
+
+def test_a_reader_that_comes_between_the_last_vote_and_the_manifest_waits_for_it(run: Path) -> None:
+    manifest, aside = checkpoint(run, 3) / "manifest-1.json", run.parent / "aside"
+    manifest.rename(aside)
+    soon = threading.Timer(0.4, aside.rename, [manifest])
+    soon.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert everstep.load(run)["n"] == 3
+    soon.join()
 
 
 def test_a_half_attempt_is_invisible_and_the_step_can_be_written_again(run: Path) -> None:

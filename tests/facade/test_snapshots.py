@@ -226,6 +226,8 @@ def test_what_happens_when_flushes_are_slower_than_their_interval(root: Path, on
     for step in range(1, 7):
         state["n"] = step
         handles[step] = ckpt.step(step, state)
+        if on_slow == "wait":
+            assert len(ckpt.status()["unfinished"]) <= 1, "there was room before the flush began"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ckpt.close()
