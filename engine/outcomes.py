@@ -27,17 +27,19 @@ class Outcomes:
         self._policy = policy
         self._incarnation = incarnation
         self._flushes: OrderedDict[int, Progress | None] = OrderedDict()
+        self._attempts: dict[int, int] = {}
         self._in_a_row = 0
         self._untold: list[EverstepError] = []
         self.superseded: Superseded | None = None
         self.newest_durable: int | None = None
 
-    def expect(self, step: int) -> None:
-        """A flush of ``step`` was asked for."""
+    def expect(self, step: int, attempt: int) -> None:
+        """A flush of ``step`` was asked for; verdicts on attempts before ``attempt`` say nothing of it."""
         self._flushes[step] = None
+        self._attempts[step] = attempt
         self._flushes.move_to_end(step)
         while len(self._flushes) > REMEMBERED_MAX:
-            self._flushes.popitem(last=False)
+            del self._attempts[self._flushes.popitem(last=False)[0]]
 
     def unfinished(self) -> list[int]:
         return [step for step, last in self._flushes.items() if last is None]
@@ -63,6 +65,8 @@ class Outcomes:
         if progress.stage not in FINISHED or progress.step not in self._flushes:
             return
         if self._flushes[progress.step] is not None:
+            return
+        if progress.stage != "committed" and progress.attempt < self._attempts[progress.step]:
             return
         self._flushes[progress.step] = progress
         if progress.stage == "committed":

@@ -234,7 +234,7 @@ class Session:
         newest = self._snapshots.newest
         assert newest is not None and newest.step == step, "only the newest snapshot is flushed"
         if not self.outcomes.asked(step):
-            self.outcomes.expect(step)
+            self.outcomes.expect(step, self._client.next_attempt(step))
             self._pending = newest
             self._send_pending()
         return SaveHandle(step, self)

@@ -84,6 +84,8 @@ class AgentClient:
         self._wanted: dict[int, _Wanted] = {}
         self._attempts: dict[int, int] = {}
         self._given_up: dict[int, int] = {}
+        self._decided: dict[int, int] = {}
+        """Of each step the highest attempt that has a verdict."""
         self._verdicts: dict[int, Progress] = {}
         self._untold: EverstepError | None = None
         self._down = False
@@ -121,19 +123,27 @@ class AgentClient:
         """Ask for the snapshot in ``slot`` to be made durable as ``step``. Asking again before there is a
         verdict does nothing; after a failure it opens the next attempt. Does not wait."""
         self._check_process()
-        self._pump()
+        if step in self._wanted:
+            self._pump()
         if step in self._wanted:
             return
-        attempt = max(self._attempts.get(step, 0), self._given_up.get(step, 0)) + 1
+        attempt = self.next_attempt(step)
         _remember(self._attempts, step, attempt)
         self._verdicts.pop(step, None)
         request = FlushRequest(step, slot, generation, kind, attempt)
         self._wanted[step] = _Wanted(request, time.monotonic())
+        self._pump()  # only now: another rank may have had this very attempt given up already
+        if step not in self._wanted:
+            return
         if self._link.state is State.DOWN:
             self._fail_wanted()
             self._raise_untold()
         else:
             self._link.send(request)
+
+    def next_attempt(self, step: int) -> int:
+        """The attempt that the next request for ``step`` opens."""
+        return max(self._attempts.get(step, 0), self._given_up.get(step, 0)) + 1
 
     def give_up(self, step: int, reason: str) -> None:
         """Have the unfinished flush of ``step`` abandoned by all ranks; its verdict says which came first. A
@@ -143,7 +153,10 @@ class AgentClient:
         if wanted is not None:
             attempt = wanted.request.attempt
         else:
-            attempt = self._attempts.get(step, 0) + 1
+            # Again, before anyone has heard of the first time, it is the same attempt: the others asked for no other.
+            unheard = self._given_up.get(step, 0)
+            unheard = unheard if unheard > self._decided.get(step, 0) else 0
+            attempt = unheard or self.next_attempt(step)
             _remember(self._given_up, step, attempt)
         self._link.send(GiveUpRequest(step, attempt, reason))
 
@@ -271,6 +284,7 @@ class AgentClient:
         self._news.append(progress)
         if progress.incarnation != self._hello.incarnation or progress.stage not in VERDICTS:
             return
+        _remember(self._decided, progress.step, max(progress.attempt, self._decided.get(progress.step, 0)))
         wanted = self._wanted.get(progress.step)
         # An older attempt's verdict that comes late says nothing of the one that was asked for since.
         if wanted is not None and (
