@@ -217,13 +217,13 @@ class Checkpointer:
             if _open.get(self._place.url) is self:
                 del _open[self._place.url]
             _writing.discard(self)
-        if self._session is not None:
-            try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(lambda: run_blocking(self._backend.close()))
+            if self._session is not None:
+                stack.callback(unmark, self._place, self._session.record_id)
                 self._session.close(flush=flush, keep=keep)
-            finally:
-                unmark(self._place, self._session.record_id)
-        elif self._tier is not None:
-            self._tier.close(remove=False)
+            elif self._tier is not None:
+                self._tier.close(remove=False)
 
     def status(self) -> dict[str, Any]:
         """What this rank knows: incarnation, newest step in memory and on disk, unfinished flushes, the agent."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from .backends.api import Backend
@@ -54,14 +55,26 @@ def load(
     is None. Raises NotARun, NoCheckpoint, Damaged, CannotTell, StateMismatch.
     """
     place = locate(root)
-    backend = open_backend(place.url, shared=True)
     read = as_values(rank, parts) if into is None else into_state(TrainState.of(into), rank, None, allow)
-    with open_arenas(SHARED_MEMORY / f"everstep-{os.getuid()}" / place.run_key) as arenas:
+    with _storage(place) as backend, open_arenas(_arenas_of(place)) as arenas:
         found = Loader(backend, Ranks.alone(), arenas, timeout_s=RANK_TIMEOUT_S).load(read, step=step)
-    if found is None:
-        _explain_nothing(root, place.url)
-    assert found is not None
+        if found is None:
+            raise _nothing_there(root, backend)
     return found[1].values
+
+
+@contextlib.contextmanager
+def _storage(place: Place) -> Iterator[Backend]:
+    backend = open_backend(place.url, shared=True)
+    try:
+        yield backend
+    finally:
+        run_blocking(backend.close())
+
+
+def _arenas_of(place: Place) -> Path:
+    """Where this node's arenas of the run lie; not made, for reading."""
+    return SHARED_MEMORY / f"everstep-{os.getuid()}" / place.run_key
 
 
 def save(
@@ -79,7 +92,6 @@ def save(
     UnsupportedValue, StorageFull, SaveFailed.
     """
     place = locate(root)
-    backend = open_backend(place.url, shared=True)
     trained, plain = TrainState.of(state), plain_config(config)
     facts = plain_metrics(metrics)
     if is_open_here(place.url):
@@ -90,20 +102,21 @@ def save(
         )
     flat = trained.flatten()
     plan = LayoutPlanner(0, 1).plan(flat)
-    run, record = begin_incarnation(
-        backend,
-        place,
-        _after_newest(backend, step),
-        world=1,
-        mesh=SINGLE,
-        config=plain,
-        config_hash=config_hash(plain),
-        take_over=False,
-    )
-    try:
-        _write(backend, place, run, record, step, flat, plan, describe(trained, record, 0, facts))
-    finally:
-        unmark(place, record.id)
+    with _storage(place) as backend:
+        run, record = begin_incarnation(
+            backend,
+            place,
+            _after_newest(backend, step),
+            world=1,
+            mesh=SINGLE,
+            config=plain,
+            config_hash=config_hash(plain),
+            take_over=False,
+        )
+        try:
+            _write(backend, place, run, record, step, flat, plan, describe(trained, record, 0, facts))
+        finally:
+            unmark(place, record.id)
 
 
 def _write(
@@ -170,14 +183,13 @@ def _after_newest(backend: Backend, step: int) -> Origin:
     return Origin(looked=True, incarnation=newest.incarnation, step=newest.step)
 
 
-def _explain_nothing(root: str | os.PathLike[str], url: str) -> None:
-    backend = open_backend(url, shared=True)
+def _nothing_there(root: str | os.PathLike[str], backend: Backend) -> EverstepError:
     if find_run(backend) is None:
-        raise NotARun(
+        return NotARun(
             f"{os.fspath(root)} is no run",
             found="no run.json" if os.path.isdir(root) else "no such directory",
             expected="the directory of a run",
         )
-    raise NoCheckpoint(
+    return NoCheckpoint(
         f"the run at {os.fspath(root)} has no checkpoint yet", hint="`everstep fsck` says more."
     )

@@ -20,7 +20,7 @@ from typing import Protocol
 from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError
 from everstep.backends.points import reach
-from everstep.errors import AgentError, EverstepError, NotARun, SaveFailed
+from everstep.errors import AgentError, EverstepError, SaveFailed
 from everstep.format import names
 from everstep.format.hashing import rank_root
 from everstep.format.manifest import Abort, Decision, Manifest
@@ -30,7 +30,6 @@ from everstep.memory.slots import Pinned
 from everstep.store.catalog import read_decision_at, voted_ranks
 from everstep.store.commit import abort_attempt, next_attempt, try_commit
 from everstep.store.flush import FlushJob, flush_rank
-from everstep.store.runs import open_run
 
 from .journal import VOTED, JobEntry
 from .storage import Fence, in_our_words, patiently
@@ -93,8 +92,6 @@ class Owner(Protocol):
     async def remember(self, entry: JobEntry) -> None: ...
 
     async def forget(self, entries: list[JobEntry]) -> None: ...
-
-    def run_is_gone(self) -> None: ...
 
     async def stand_in(self, flush: Flush, missing: list[int]) -> list[int]:
         """Add the jobs of dead trainers whose arenas hold the step. Those of ``missing`` that can never
@@ -285,7 +282,6 @@ class Pipeline:
 
     async def _open(self, flush: Flush) -> Decision | None:
         """Make ``flush.attempt`` the open one. A decision: the step has one already that settles it."""
-        await self._check_run(flush)
         number, manifest = await next_attempt(self.backend, flush.step, flush.incarnation)
         if manifest is not None:
             return manifest
@@ -299,22 +295,6 @@ class Pipeline:
             if isinstance(decision, Manifest):
                 return decision
         return None
-
-    async def _check_run(self, flush: Flush) -> None:
-        """SaveFailed if the run was deleted under the root, or another one lies there now: nothing of this one may
-        be written into that."""
-        try:
-            found = (await open_run(self.backend)).run_id
-        except NotARun:
-            found = "no run"
-        if found != self._run.run_id:
-            self._owner.run_is_gone()
-            raise SaveFailed(
-                f"step {flush.step}: the run under {self.backend.url} is gone",
-                found=found,
-                expected=self._run.run_id,
-                step=flush.step,
-            )
 
     async def _stands(self, incarnation: int, step: int, attempt: int) -> Manifest | Abort:
         """What was decided; an attempt that was left undecided is given up now."""
@@ -367,7 +347,6 @@ class Pipeline:
         own."""
         if not complete:
             return await read_decision_at(self.backend, flush.step, flush.incarnation, flush.attempt)
-        await self._check_run(flush)
         if not await self.fence.allows(*flush.key):
             self._end(flush, *superseded(*flush.key, self.fence.newest))
             return None

@@ -29,6 +29,7 @@ from everstep.store.rotate import RotationReport
 from everstep.store.runs import open_run
 
 from . import protocol
+from .guard import SameRun
 from .journal import JobEntry, Journal
 from .members import FLUSHED, KEPT, Member, Members, find_snapshot, open_arena
 from .orphans import Orphans
@@ -78,6 +79,8 @@ class Service:
         self._journal_thread = ThreadPoolExecutor(1, thread_name_prefix="everstep-journal")
         self._open_backend = open_backend
         self._backend = open_backend(settings.root)
+        self._guarded: Backend = self._backend
+        """For whatever writes or deletes: only while it is this run's."""
         self._run: RunRecord | None = None
         self._run_lock = asyncio.Lock()
         self._rotator: Rotator | None = None
@@ -294,7 +297,7 @@ class Service:
 
     def _limited(self) -> Backend:
         rate = self.settings.rate_bytes_per_s
-        return RateLimited(self._backend, rate) if rate else self._backend
+        return RateLimited(self._guarded, rate) if rate else self._guarded
 
     async def _flush(self, member: Member, request: FlushRequest) -> None:
         entry = self.entry_of(
@@ -456,6 +459,7 @@ class Service:
 
     def _open(self, record: RunRecord) -> None:
         self._run = record
+        self._guarded = SameRun(self._backend, record, self.run_is_gone)
         self.pipeline = Pipeline(
             self,
             record,
@@ -464,11 +468,11 @@ class Service:
             commit_timeout_s=self.settings.commit_timeout_s,
         )
         self._rotator = Rotator(
-            self._backend, self.pipeline.fence, self.settings.retention, self._in_use, self._rotated
+            self._guarded, self.pipeline.fence, self.settings.retention, self._in_use, self._rotated
         )
         me = Process.current()
         self._events = EventLog(
-            self._backend, f"agent-{self.settings.run_key}-{self._journal.epoch}-{me.start_time}"
+            self._guarded, f"agent-{self.settings.run_key}-{self._journal.epoch}-{me.start_time}"
         )
         self._keep(self.pipeline.run())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import torch
 
 LAST = 8
 KEEP = 2
-ELEMENTS = 9000
+ELEMENTS = 300_001
+"""Enough that the image goes to the disk directly, not through the page cache."""
 
 
 class Model(torch.nn.Module):
@@ -60,7 +62,7 @@ def train(root: Path, memory: Path, agent: Any) -> None:
     model, extra = Model(), {"step": 0, "name": ""}
     state = everstep.TrainState(model=model, extra=extra, rng=False)
     ckpt = everstep.Checkpointer(
-        root, memory=everstep.Memory(path=memory, bytes=256 << 10), policy=policy, agent=agent, take_over=True
+        root, memory=everstep.Memory(path=memory, bytes=2 << 20), policy=policy, agent=agent, take_over=True
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -78,8 +80,18 @@ def train(root: Path, memory: Path, agent: Any) -> None:
         if step % 2 == 0:
             ckpt.save(step, state).wait(30)
             say("durable", step)
+            if start is None:
+                see_rotation(root, step - 2 * KEEP)
     ckpt.close()
     say("closed")
+
+
+def see_rotation(root: Path, step: int) -> None:
+    """Wait until the checkpoint of ``step``, if there is one, was removed: then no kill in a rotation meets a later
+    save."""
+    until = time.monotonic() + 20.0
+    while (root / f"checkpoints/{step:09}/0001/manifest-1.json").exists() and time.monotonic() < until:
+        time.sleep(0.005)
 
 
 def serve() -> None:

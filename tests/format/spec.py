@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import collections
+import datetime
+import pathlib
 import re
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import msgspec
 from everstep.format import layout, names
 from everstep.format.dtypes import DTYPES
 from everstep.format.manifest import encode_decision
 from everstep.format.records import encode_incarnation, encode_run
 from everstep.format.vote import encode_vote
+from everstep.state.codec import encode_plain
+from everstep.state.encode import Encoder
+from everstep.state.registry import Unknown
+from everstep.state.wire import Tag
 
 from .examples import RECORD, RUN, TOMBSTONE, example_layout, example_manifest, example_vote
 
@@ -44,6 +53,49 @@ def example_names() -> str:
     return "\n".join(found)
 
 
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+Point.__module__ = "shapes"
+
+VALUES: dict[str, Any] = {
+    "None": None,
+    "-1": -1,
+    "0.5": 0.5,
+    '"a"': "a",
+    'b"a"': b"a",
+    '{"a": 1}': {"a": 1},
+    "{1: 2}": {1: 2},
+    "[1]": [1],
+    "(1, None)": (1, None),
+    "{2, 1}": {2, 1},
+    "1 << 64": 1 << 64,
+    "1 + 2j": 1 + 2j,
+    'bytearray(b"a")': bytearray(b"a"),
+    "range(3)": range(3),
+    "collections.OrderedDict(a=1)": collections.OrderedDict(a=1),
+    'collections.Counter("aa")': collections.Counter("aa"),
+    "datetime.date(2026, 1, 31)": datetime.date(2026, 1, 31),
+    "datetime.timedelta(days=-1)": datetime.timedelta(days=-1),
+    'pathlib.PurePosixPath("a/b")': pathlib.PurePosixPath("a/b"),
+    "Point(1, 2)": Point(1, 2),
+}
+
+
+def example_nodes() -> str:
+    nodes = {label: Encoder().node(value, "", ()) for label, value in VALUES.items()}
+    return "\n".join(f"{label:33} {msgspec.msgpack.encode(node).hex(' ')}" for label, node in nodes.items())
+
+
+def example_state() -> bytes:
+    """As a state with tensors would be, whose nodes are these references: no torch is needed to say so."""
+    names = ["a", "b"]
+    tensor = Unknown("", "wire", [Tag.REF.value, 0])
+    return encode_plain({"model": {"w": tensor, "tied": tensor}, "extra": {"names": names, "again": names}})
+
+
 def worked() -> dict[str, str]:
     """What each named block says. The vote's may differ by release of zstandard, but must mean the same."""
     encoded = layout.encode(example_layout())
@@ -58,6 +110,8 @@ def worked() -> dict[str, str]:
         "layout": hex_dump(encoded),
         "headers": "\n".join(image.header[8:].decode().rstrip() for image in example_layout().images),
         "vote": hex_dump(vote),
+        "nodes": example_nodes(),
+        "state": hex_dump(example_state()),
     }
 
 

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from everstep.format import layout, vote
 from everstep.format.vote import _HEADER, decode_vote
 from everstep.plan.boxes import CUT_AXES_MAX
+from everstep.state.codec import decode_state
+from everstep.state.wire import (
+    DEPTH_MAX,
+    INLINE_BYTES_MAX,
+    MUTABLE,
+    NODE_DEPTH_MAX,
+    STATE_BYTES_MAX,
+    STATE_VERSION,
+    Tag,
+)
 
 from .examples import VOTE_NAME, example_layout, example_vote
 from .spec import PAGE, blocks, dtype_rows, from_hex_dump, worked
@@ -53,3 +65,33 @@ def test_the_table_of_dtypes_is_complete() -> None:
 def test_limits_are_those_of_the_code() -> None:
     text = PAGE.read_text()
     assert f"| axes along which a tensor is cut | {CUT_AXES_MAX} |" in text
+
+
+def test_the_table_of_tags_is_complete() -> None:
+    rows = re.findall(r"^\| (\d+(?:, \d+)*) \|", PAGE.read_text().split("## 8. The state image")[1], re.M)
+    assert [int(tag) for row in rows for tag in row.split(", ")] == [tag.value for tag in Tag]
+
+
+def test_the_numbered_containers_are_those_of_the_code() -> None:
+    found = re.search(r"\(maps and the tags ([^)]+)\)", PAGE.read_text().replace("\n", " "))
+    assert found is not None
+    numbers = set[int]()
+    for part in found.group(1).split(", "):
+        first, _, last = part.partition(" to ")
+        numbers |= set(range(int(first), int(last or first) + 1))
+    assert numbers == set(MUTABLE)
+
+
+def test_the_worked_state_image_decodes() -> None:
+    data = from_hex_dump(blocks()["state"])
+    found = decode_state(data, lambda index: f"entry {index}")
+    assert found["model"] == {"w": "entry 0", "tied": "entry 0"}
+    assert found["extra"]["names"] == ["a", "b"] and found["extra"]["again"] is found["extra"]["names"]
+
+
+def test_limits_of_the_state_image() -> None:
+    text = PAGE.read_text()
+    assert STATE_BYTES_MAX == 1 << 30 and "| a state image | 1 GiB |" in text
+    assert f"Containers lie at most {DEPTH_MAX} deep" in text and f"at most {NODE_DEPTH_MAX}." in text
+    assert f"numpy array of up to {INLINE_BYTES_MAX >> 10} KiB" in text
+    assert STATE_VERSION == 1
