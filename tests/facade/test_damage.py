@@ -131,7 +131,7 @@ def test_storage_that_does_not_answer_is_cannot_tell(run: Path, op: str, error: 
 
 def test_a_lost_manifest_with_all_votes_is_committed_by_a_training_load(run: Path) -> None:
     (checkpoint(run, 3) / "manifest-1.json").unlink()
-    with pytest.warns(RuntimeWarning, match="its manifest is missing"):
+    with pytest.warns(RuntimeWarning, match="manifest-1.json is missing"):
         assert everstep.load(run)["n"] == 2, "a reader writes nothing"
     assert steps_on_disk(run) == [1, 2]
     state = {"n": 0, "w": torch.zeros(3000)}
