@@ -16,6 +16,7 @@ import errno
 import os
 import secrets
 import threading
+import weakref
 from collections import OrderedDict
 from contextlib import suppress
 
@@ -44,6 +45,11 @@ def temporary_name(name: str) -> str:
     return f"{directory}/{own}" if directory else own
 
 
+def _close_all(door: Door, files: OrderedDict[str, File]) -> None:
+    while files:
+        door.close(files.popitem()[1])
+
+
 def is_temporary(name: str) -> bool:
     return name.rpartition("/")[2].startswith(TEMPORARY_PREFIX)
 
@@ -57,6 +63,8 @@ class Publisher:
         self._door = door
         self._lock = threading.Lock()
         self._durable: OrderedDict[str, File] = OrderedDict()
+        # A backend that nobody closed lets go of its descriptors when it is collected.
+        weakref.finalize(self, _close_all, door, self._durable)
 
     def temporary(self, name: str) -> File:
         """A new, empty file beside ``name``, open for reading and writing; makes the directories it needs."""
@@ -139,8 +147,7 @@ class Publisher:
 
     def close(self) -> None:
         with self._lock:
-            while self._durable:
-                self._door.close(self._durable.popitem()[1])
+            _close_all(self._door, self._durable)
 
     def _is_known(self, directory: str) -> bool:
         """Whether the very directory that is there now was found durable before. An open descriptor keeps

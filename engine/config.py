@@ -13,6 +13,8 @@ from .format.constants import NUMBER_MAX
 from .format.hashing import hexdigest
 
 DEPTH_MAX = 32
+INT_MIN, INT_MAX = -(1 << 63), (1 << 64) - 1
+"""Larger numbers are kept as texts, exact too: small messages have no place for them."""
 SHOWN_MAX = 20
 
 
@@ -96,10 +98,14 @@ def _leaves(value: Any, path: str) -> Any:
 def _plain(value: Any, path: str, depth: int) -> Any:
     if depth > DEPTH_MAX:
         raise BadOption(f"{path} is nested too deeply", expected=f"at most {DEPTH_MAX} levels")
-    if value is None or isinstance(value, (bool, str)):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        if value != value.encode(errors="replace").decode():
+            raise BadOption(f"{path} is no text", found=repr(value), expected="texts without lone surrogates")
+        return str(value)
     if isinstance(value, int):
-        return int(value)
+        return int(value) if INT_MIN <= value <= INT_MAX else str(int(value))
     if isinstance(value, float):
         return float(value)
     if isinstance(value, Mapping):

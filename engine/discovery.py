@@ -4,6 +4,7 @@ which of them count. Reading only; nothing is written."""
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 from .backends.api import Backend
 from .errors import Damaged, EverstepError, NotARun, Pruned
 from .format import names as file_names
-from .format.manifest import Manifest
+from .format.manifest import Decision, Manifest
 from .format.names import RUN
 from .format.records import IncarnationRecord, RunRecord
 from .memory.arena import Arena
@@ -23,6 +24,10 @@ from .store.blocking import run_blocking
 from .store.catalog import StepNames, complete_undecided, list_step, list_steps, read_decision, read_vote
 from .store.commit import try_commit
 from .store.runs import open_run, read_incarnations
+
+COMMIT_GRACE_S = 2.0
+"""How long a reader waits for the manifest of an attempt whose votes are all in."""
+COMMIT_POLL_S = 0.05
 
 Key = tuple[int, int]
 """(incarnation, step)"""
@@ -167,6 +172,9 @@ class Proposals:
         manifest = file_names.decision(names.step, names.incarnation, attempts[-1])
         told = f"step {names.step} (incarnation {names.incarnation}): all votes are in, but {manifest} is missing"
         if not self._writes:
+            decision = self._wait_for_commit(names)
+            if decision is not None:
+                return decision if isinstance(decision, Manifest) else None
             self.problems.append(f"{told}; a training run that loads here commits it")
             return None
         world = run_blocking(read_vote(self._backend, names.step, names.incarnation, attempts[-1], 0))[
@@ -177,6 +185,17 @@ class Proposals:
             f"{told}; committed now" if isinstance(decided, Manifest) else f"{told}; given up"
         )
         return decided if isinstance(decided, Manifest) else None
+
+    def _wait_for_commit(self, names: StepNames) -> Decision | None:
+        """In a live run the manifest follows the last vote within moments."""
+        until = time.monotonic() + COMMIT_GRACE_S
+        while time.monotonic() < until:
+            time.sleep(COMMIT_POLL_S)
+            now = run_blocking(list_step(self._backend, names.step, names.incarnation))
+            decision = run_blocking(read_decision(self._backend, now))
+            if decision is not None or not run_blocking(complete_undecided(self._backend, now)):
+                return decision
+        return None
 
 
 def is_durable(backend: Backend, key: Key) -> bool:

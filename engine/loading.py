@@ -43,6 +43,9 @@ from .store.sources import ArenaSource, DurableSource, Source
 
 log = logging.getLogger("everstep")
 
+LOOKS_MAX = 20
+"""How often one load looks anew because a live run removed what it had found."""
+
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
@@ -94,6 +97,7 @@ class Loader:
         self._writes = writes
         self._held: list[Held] = []
         self._skipped: list[str] = []
+        self._only_pruned = True
 
     def load(
         self,
@@ -112,6 +116,7 @@ class Loader:
                 raise _no_such_step(step, self._backend.url)
             return None
         proposals = self._proposals(run, step)
+        looks = 1
         while True:
             found = self._next(proposals, config, config_reason)
             if found is None:
@@ -130,7 +135,12 @@ class Loader:
                 return self._done(candidate, filled, changes, time.monotonic() - began), filled
             if not all(isinstance(error, FALL_BACK) for error in errors.values()):
                 raise self._ranks.verdict(what, errors)
-            self._skip(candidate, errors)
+            if looks < LOOKS_MAX and all(isinstance(error, Pruned) for error in errors.values()):
+                # The run is live and went on: what is there now is newer, what was listed after it older still.
+                looks += 1
+                proposals = self._proposals(run, step)
+            else:
+                self._skip(candidate, errors)
 
     def _done(
         self, candidate: Candidate, filled: Filled, changes: dict[str, Any], seconds: float
@@ -197,13 +207,20 @@ class Loader:
             "choosing a step", propose, timeout_s=self._timeout_s
         )
         for problem in problems:
+            self._only_pruned = False
             self._note(problem)
         return (Candidate(*wire), changes) if wire is not None else None
 
     def _nothing(self, step: int | None) -> None:
         """There is no candidate (left). A fresh start only if there never was one."""
-        if step is not None and not self._skipped:
+        if step is not None and (not self._skipped or self._only_pruned):
             raise _no_such_step(step, self._backend.url)
+        if self._skipped and self._only_pruned:
+            raise Pruned(
+                "every checkpoint was removed while it was about to be read",
+                found="; ".join(self._skipped),
+                hint="The run is being written; try again.",
+            )
         if self._skipped:
             raise Damaged(
                 "no checkpoint of this run can be loaded",
@@ -214,6 +231,7 @@ class Loader:
             )
 
     def _skip(self, candidate: Candidate, errors: dict[int, EverstepError]) -> None:
+        self._only_pruned &= all(isinstance(error, Pruned) for error in errors.values())
         told = "; ".join(f"rank {rank}: {error}" for rank, error in sorted(errors.items()))
         self._note(f"step {candidate.step} (incarnation {candidate.incarnation}): {told}")
 

@@ -36,7 +36,9 @@ class SameRun(Wrapper):
         if found != self._run.run_id:
             self._gone()
             raise SaveFailed(
-                f"{name} is not touched: the run under {self.url} is gone", found=found, expected=self._run.run_id
+                f"{name} is not touched: the run under {self.url} is gone",
+                found=found,
+                expected=self._run.run_id,
             )
 
     async def open_writer(self, name: str, nbytes: int) -> Writer:

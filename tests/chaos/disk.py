@@ -81,6 +81,15 @@ async def _counts(backend: Backend, lineage: Lineage, found: object) -> bool:
     return False
 
 
+def holding_images(root: Path) -> set[Key]:
+    """Every checkpoint of which images lie on disk, whatever was decided of it."""
+    found = set()
+    for path in (root / names.CHECKPOINTS).rglob("*.safetensors"):
+        step, incarnation = path.relative_to(root / names.CHECKPOINTS).parts[:2]
+        found.add((int(incarnation), int(step)))
+    return found
+
+
 def findings(root: Path) -> list[Finding]:
     """What fsck says is damaged, or cannot tell."""
     return run_blocking(_findings(root)) if (root / "run.json").exists() else []

@@ -153,7 +153,7 @@ def run(settings: Settings, attempt: str) -> None:
     training = Training(rank, settings.steps)
     if settings.plain:
         for step in range(1, settings.steps + 1):
-            journal.put("step", step=step, loss=training.step().hex())
+            journal.put("loss", step=step, loss=training.step().hex())
     else:
         try:
             _train(settings, training, journal)
@@ -187,11 +187,12 @@ def _train(settings: Settings, training: Training, journal: Journal) -> None:
         for step in range((start or 0) + 1, settings.steps + 1):
             began = time.monotonic()
             loss = training.step()
+            journal.put("loss", step=step, loss=loss.hex())  # before the step can survive
             handle = ckpt.step(step, state, metrics={"loss": loss})
             if handle is not None:
                 handles[step] = handle
             durable = max((step for step, one in handles.items() if one.done()), default=None)
-            journal.put("step", step=step, loss=loss.hex(), durable=durable)
+            journal.put("step", step=step, durable=durable)
             time.sleep(max(0.0, began + settings.step_seconds - time.monotonic()))
     journal.put("closed")
 

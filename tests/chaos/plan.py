@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-STEPS_PER_DISTURBANCE = 50
-DELAY_S_MAX = 1.0
-STOPPED_S_MAX = 1.5
+STEPS_PER_DISTURBANCE = 30
+DELAY_S_MAX = 0.7
+STOPPED_S_MAX = 0.8
 LONG_STOP_S = 12.0
 """Longer than the silence after which an agent counts as lost."""
 
 KINDS = {
     "kill-rank": 3,
     "term-rank": 1,
-    "stop-rank": 2,
+    "stop-rank": 1,
     "kill-ranks": 3,
     "kill-agent": 3,
     "stop-agent": 1,
@@ -22,7 +22,7 @@ KINDS = {
     "term-launcher": 2,
     "kill-launcher": 1,
     "node": 5,
-    "full-disk": 3,
+    "full-disk": 2,
 }
 """Kinds of disturbances, and how likely each is."""
 
@@ -32,12 +32,14 @@ class Disturbance:
     """``steps``: how many steps after the last one; None: ``delay_s`` after it, whatever the job is doing
     then.
 
-    ``pause_s`` is how long something is stopped or full, or the launcher away."""
+    ``at_end``: not before the last step but one. ``pause_s`` is how long something is stopped or full, or the
+    launcher away."""
 
     kind: str
     steps: int | None
     delay_s: float
     pause_s: float
+    at_end: bool = False
     wipe_memory: bool = False
     wipe_runtime: bool = False
     damage: str | None = None
@@ -61,7 +63,7 @@ class Plan:
     @classmethod
     def of(cls, seed: int, *, disturbances: int | None = None) -> Plan:
         draw = random.Random(f"chaos {seed}")
-        count = draw.randint(3, 6) if disturbances is None else disturbances
+        count = draw.randint(4, 8) if disturbances is None else disturbances
         return cls(
             seed=seed,
             world=draw.choice((2, 2, 3)),
@@ -88,6 +90,7 @@ def _disturbance(draw: random.Random) -> Disturbance:
         steps=draw.randint(1, STEPS_PER_DISTURBANCE // 2) if draw.random() < 0.5 else None,
         delay_s=draw.uniform(0.0, DELAY_S_MAX),
         pause_s=stopped,
+        at_end=draw.random() < 0.08,
         wipe_memory=wipes,
         wipe_runtime=kind == "node" and draw.random() < 0.5,
         damage=draw.choice(("flip", "shorten", "remove"))

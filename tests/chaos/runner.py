@@ -23,14 +23,15 @@ from everstep.memory.process import Process
 from everstep.places import locate
 from everstep.store.findings import Kind
 
-from .disk import Key, damage, fill, findings, small_disk, standing
-from .job import Settings
+from .disk import Key, damage, fill, findings, holding_images, small_disk, standing
+from .job import POLICY, Settings
 from .launch import Launcher
 from .plan import Disturbance, Plan
 from .processes import Family, kill, send
 from .verify import Wiped, by_attempt, check_floors, check_numbers, completed, read_lives
 
 SEED_S = 150.0
+TORCHRUN_SEED_S = 300.0
 """Bound of one seed, from start to end."""
 LAUNCHES_MAX = 25
 LEFT_S = 30.0
@@ -126,7 +127,7 @@ class Run:
 
     def wait(self, until: Callable[[], bool]) -> None:
         while not until():
-            if time.monotonic() - self.began > SEED_S:
+            if time.monotonic() - self.began > (TORCHRUN_SEED_S if self.plan.torchrun else SEED_S):
                 raise Hung("the seed's time is over")
             time.sleep(POLL_S)
 
@@ -154,6 +155,8 @@ class Run:
         def due() -> bool:
             if self.launcher.ended(self.job) is not None:
                 return True
+            if what.at_end:
+                return self.progress() >= self.plan.steps - 1
             if what.steps is None:
                 return time.monotonic() - since >= what.delay_s
             return self.progress() >= before + what.steps
@@ -287,12 +290,20 @@ class Run:
                 break
             time.sleep(POLL_S)
         kill(left)
+        self.check_rotation()
         done = CliRunner().invoke(clean_memory, [str(self.root)])
         directory = SHM / arena_dir(SHM, locate(self.root).run_key).relative_to(SHM)
         stays = list(directory.iterdir())
         if done.exit_code or stays:
             self.problems.append(f"clean-memory left {stays}: {done.output}")
         shutil.rmtree(directory)
+
+    def check_rotation(self) -> None:
+        """Retention is met once all agents are gone, given-up attempts and lost branches included; what is
+        damaged may stay."""
+        with_images = holding_images(self.root) - set(self.damaged)
+        if len(with_images) > POLICY["keep_last"]:
+            self.problems.append(f"not rotated: {sorted(with_images)}, of which {standing(self.root)} count")
 
     def close(self) -> None:
         kill(self.family.all())

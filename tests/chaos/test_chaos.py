@@ -42,13 +42,13 @@ def test_a_disturbed_run_is_the_undisturbed_one(tmp_path: Path, server: Server, 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("seed", LONG)
 def test_many_disturbances(tmp_path: Path, server: Server, seed: int) -> None:
     hold(seed, tmp_path, server)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(not GIVEN, reason="no seed is asked for by CHAOS_SEEDS")
 @pytest.mark.parametrize("seed", GIVEN)
 def test_given_seeds(tmp_path: Path, server: Server, seed: int) -> None:

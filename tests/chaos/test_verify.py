@@ -7,8 +7,12 @@ from .verify import Life, Wiped, check_floors, check_numbers
 
 
 def life(attempt: str, rank: int, began: float, resumed: int, through: int) -> Life:
-    steps = [(began + step - resumed, step, f"loss {step}") for step in range(resumed + 1, through + 1)]
-    return Life(attempt, rank, began, resumed, "memory", [], steps, fingerprints={"/model/w": "right"})
+    numbers = range(resumed + 1, through + 1)
+    steps = [(began + step - resumed, step) for step in numbers]
+    losses = {step: f"loss {step}" for step in numbers}
+    return Life(
+        attempt, rank, began, resumed, "memory", [], losses, steps, fingerprints={"/model/w": "right"}
+    )
 
 
 def test_a_resume_from_before_what_all_ranks_had_completed_is_seen() -> None:
@@ -40,7 +44,7 @@ def test_a_wrong_number_is_seen() -> None:
     assert check_numbers([[life("a", 0, 0, 0, 3)], [life("b", 0, 9, 2, 5)]], right, 5, 1) == []
     assert len(check_numbers([[life("a", 0, 0, 0, 3)]], right, 5, 1)) == 1, "steps are missing"
     wrong = life("a", 0, 0, 0, 5)
-    wrong.steps[2] = (3.0, 3, "another")
+    wrong.losses[3] = "another"
     assert len(check_numbers([[wrong]], right, 5, 1)) == 1
     other = life("a", 0, 0, 0, 5)
     other.fingerprints = {"/model/w": "wrong"}

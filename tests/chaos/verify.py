@@ -13,7 +13,8 @@ SHOWN_MAX = 4
 
 @dataclass
 class Life:
-    """One process of a rank. ``durable`` is (time, step) of what a handle called durable."""
+    """One process of a rank. ``losses`` were computed, ``steps`` (time, step) were handed over; ``durable`` is
+    (time, step) of what a handle called durable."""
 
     attempt: str
     rank: int
@@ -21,7 +22,8 @@ class Life:
     resumed: int | None = None
     tier: str | None = None
     skipped: list[str] = field(default_factory=list)
-    steps: list[tuple[float, int, str]] = field(default_factory=list)
+    losses: dict[int, str] = field(default_factory=dict)
+    steps: list[tuple[float, int]] = field(default_factory=list)
     durable: list[tuple[float, int]] = field(default_factory=list)
     fingerprints: dict[str, str] | None = None
     error: str | None = None
@@ -29,15 +31,17 @@ class Life:
 
     def newest(self, before: float) -> int | None:
         """The newest step that it had in memory at a time; what it resumed from counts."""
-        found = [step for at, step, _ in self.steps if at < before]
+        found = [step for at, step in self.steps if at < before]
         return max(found, default=self.resumed)
 
     def take(self, fact: dict[str, Any]) -> None:
         kind = fact["kind"]
         if kind == "start":
             self.resumed, self.tier, self.skipped = fact["step"], fact["tier"], fact["skipped"]
+        elif kind == "loss":
+            self.losses[fact["step"]] = fact["loss"]
         elif kind == "step":
-            self.steps.append((fact["at"], fact["step"], fact["loss"]))
+            self.steps.append((fact["at"], fact["step"]))
             if fact.get("durable") is not None:
                 self.durable.append((fact["at"], fact["durable"]))
         elif kind == "end":
@@ -120,10 +124,10 @@ def check_numbers(attempts: list[list[Life]], reference: list[Life], steps: int,
     """Each loss that was ever computed, each step at least once, and the final state of every finished rank."""
     problems: list[str] = []
     for rank in range(world):
-        wanted = {step: loss for _, step, loss in reference[rank].steps}
+        wanted = reference[rank].losses
         lives = [life for lives in attempts for life in lives if life.rank == rank]
         for life in lives:
-            wrong = [step for _, step, loss in life.steps if wanted.get(step) != loss]
+            wrong = [step for step, loss in life.losses.items() if wanted.get(step) != loss]
             if wrong:
                 problems.append(
                     f"attempt {life.attempt}, rank {rank}: {len(wrong)} losses differ, from step {wrong[0]} "
@@ -137,7 +141,7 @@ def check_numbers(attempts: list[list[Life]], reference: list[Life], steps: int,
                     if ended.get(key) != value
                 )
                 problems.append(f"attempt {life.attempt}, rank {rank}: final {differing[:SHOWN_MAX]} differ")
-        missing = set(range(1, steps + 1)) - {step for life in lives for _, step, _ in life.steps}
+        missing = set(range(1, steps + 1)) - {step for life in lives for step in life.losses}
         if missing:
             problems.append(f"rank {rank}: steps {sorted(missing)[:SHOWN_MAX]} were never completed")
         if not any(life.fingerprints for life in lives):

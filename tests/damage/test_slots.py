@@ -18,6 +18,8 @@ from everstep.places import locate
 from tests.damage.journey import NEW, OLD, Answer, read, sealed_steps, write
 
 SAMPLED = 15
+LARGE_BYTES, STRIDE = 2048, 7
+"""Of larger parts the long run changes every 7th byte."""
 FLIPS = (0x01, 0x80, 0xFF)
 PROVED = ("image:model", "image:optimizer", "state", "layout")
 """Regions of which every byte decides what is restored. ``meta`` goes into the manifest only."""
@@ -119,7 +121,10 @@ def test_some_changed_bytes(place: Place, part: str) -> None:
 @pytest.mark.parametrize("part", PARTS)
 def test_every_changed_byte(place: Place, part: str) -> None:
     where = place.parts[part]
-    found = [look(place, part, at, FLIPS[0]) for at in where]
+    stride = 1 if len(where) < LARGE_BYTES else STRIDE
+    begin = random.randrange(stride)
+    print("begin", begin)
+    found = [look(place, part, at, FLIPS[at % 3]) for at in where[begin::stride]]
     if part in ("hashes", "region table"):
         assert all(found[:100])
 

@@ -244,7 +244,7 @@ class Script:
 
     def end(self) -> tuple[int, str, str]:
         """(exit code, rest of its output, its errors)."""
-        out, err = self.process.communicate(timeout=110)
+        out, err = self.process.communicate(timeout=250)
         return self.process.returncode, out, err
 
     def signal(self, number: int) -> None:
@@ -256,7 +256,7 @@ class Script:
         self.process.communicate()
 
 
-def torchrun(body: str, *args: object, ranks: int = 2, restarts: int = 0, timeout_s: float = 100) -> str:
+def torchrun(body: str, *args: object, ranks: int = 2, restarts: int = 0, timeout_s: float = 280) -> str:
     """The combined output of a script under torchrun; it must end well."""
     path = Path(str(args[0])).parent / f"job-{random.randrange(10**9)}.py"
     path.write_text(SCRIPT_HEAD.format(tests=str(Path(__file__).parents[2])) + textwrap.dedent(body))

@@ -45,6 +45,7 @@ for how, agent in [word.split("-") for word in sys.argv[2:]]:
 ENDS = {"end": 0, "exit": 3, "raise": 1, "with": 1, "sigterm": -signal.SIGTERM}
 
 
+@pytest.mark.timeout(300)
 def test_the_newest_step_is_durable_however_the_script_ends(
     root: Path, script: Callable[..., Script]
 ) -> None:
