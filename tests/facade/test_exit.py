@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,3 +82,18 @@ def test_closing_leaves_nothing_behind(root: Path, agent: str) -> None:
         ckpt.step(1, {"n": 1})
         assert in_memory(root) == [1]
     assert in_memory(root) == []
+
+
+def test_opening_and_closing_again_and_again_keeps_no_descriptors_and_threads(root: Path) -> None:
+    def once(step: int) -> tuple[int, int]:
+        with opened(root) as ckpt:
+            ckpt.load({"n": 0})
+            ckpt.save(step, {"n": step}).wait()
+        everstep.load(root)
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    once(1)
+    before = once(2)
+    after = [once(step) for step in range(3, 9)][-1]
+    assert after[0] <= before[0] + 3 and after[1] <= before[1] + 1, (before, after)

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,21 +82,66 @@ def test_a_second_process_is_refused_while_the_first_one_writes_and_only_then(
 
 
 def test_take_over_supersedes_the_living_writer(root: Path, forked: Callable[..., Forked]) -> None:
-    child = forked(hold_open(root))
+    def train(say: Callable[..., None]) -> None:
+        ckpt = opened(root, agent="process", policy={"linger_s": 0.5})
+        ckpt.load({"n": 0})
+        ckpt.save(1, {"n": 1}).wait()
+        say("open")
+        until((root.parent / "go").exists, "the word to go on")
+        for call in ("step", "save", "close"):
+            try:
+                for step in range(10, 1000):
+                    if call == "close":
+                        ckpt.close()
+                        break
+                    getattr(ckpt, call)(step, {"n": step})
+                    time.sleep(0.01)
+                say("no error")
+            except errors.EverstepError as error:
+                say(type(error).__name__)
+
+    child = forked(train)
     assert child.line() == "open"
     ckpt = opened(root, agent="process", take_over=True)
     assert ckpt.load({"n": 0}) == 1
     ckpt.save(5, {"n": 5}).wait()
     (root.parent / "go").touch()
-    assert child.line() == "Superseded"
-    (root.parent / "close").touch()
-    child.line()
-    (root.parent / "end").touch()
-    child.end()
+    assert child.end() == (0, ["Superseded", "Superseded", "Superseded"])
+    ckpt.save(6, {"n": 6}).wait()
     ckpt.close()
     forget_memory(root)
-    assert everstep.load(root)["n"] == 5
-    assert 2 not in steps_on_disk(root), "the superseded one added nothing"
+    assert everstep.load(root)["n"] == 6
+    assert steps_on_disk(root) == [1, 5, 6], "the superseded one added nothing"
+
+
+def test_what_an_earlier_incarnation_left_is_not_taken_for_ones_own(
+    root: Path, forked: Callable[..., Forked]
+) -> None:
+    """The agent is still at work for a killed trainer when the next one, from an earlier step, comes to a step of
+    the same number."""
+
+    def train(say: Callable[..., None]) -> None:
+        ckpt = opened(root, agent="process", policy={"rate_bytes_per_s": 2e5})
+        ckpt.load({"n": 0, "w": torch.zeros(100_000)})
+        ckpt.save(1, {"n": 1, "w": torch.zeros(10)}).wait()
+        ckpt.save(5, {"n": 5, "w": torch.zeros(100_000)})
+        say("saving")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = forked(train)
+    assert child.line() == "saving"
+    child.end()
+    state = {"n": 0, "w": torch.ones(10)}
+    with opened(root, agent="process", policy={"keep_last": 9}) as ckpt:
+        assert ckpt.load(state, step=1) == 1
+        handle = ckpt.save(5, {"n": 50, "w": state["w"]})
+        handle.wait()
+        for step in range(6, 30):
+            ckpt.step(step, {"n": step, "w": state["w"]})
+            time.sleep(0.01)
+        assert everstep.load(root, step=5)["n"] == 50
+        assert handle.error is None
+    assert everstep.load(root)["n"] == 29
 
 
 def test_a_dead_writer_is_no_writer(root: Path, forked: Callable[..., Forked]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,24 @@ def test_saves_faster_than_storage_never_mix(root: Path) -> None:
     for step in range(1, 9):
         found = everstep.load(root, step=step)
         assert found["a"].eq(step).all() and found["b"].eq(step).all()
+
+
+def test_a_snapshot_that_is_to_be_flushed_stays_until_the_agent_comes_to_it(root: Path) -> None:
+    ckpt = opened(root, agent="process")
+    ckpt.load({"n": 0})
+    ckpt.save(1, {"n": 1}).wait()
+    agent = ckpt.agent_pid
+    assert agent is not None
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        handle = ckpt.save(2, {"n": 2})
+        for step in range(3, 12):
+            ckpt.step(step, {"n": step})
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    handle.wait()
+    ckpt.close()
+    assert everstep.load(root, step=2)["n"] == 2 and everstep.load(root)["n"] == 11
 
 
 def test_resident_memory_stays_flat_over_many_saves(root: Path) -> None:
