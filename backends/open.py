@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from .api import Backend
 from .door import BoundDoor
@@ -45,4 +45,4 @@ def local_path(url: str | os.PathLike[str]) -> str:
     parts = urlsplit(text)
     if parts.netloc not in ("", "localhost") or parts.query or parts.fragment or not parts.path:
         raise Permanent(text, "a file URL names one absolute path of this machine: file:///path")
-    return unquote(parts.path)
+    return os.fsdecode(unquote_to_bytes(parts.path))

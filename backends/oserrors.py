@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -38,8 +39,19 @@ def from_os_error(error: OSError, name: str) -> BackendError:
     number = error.errno or 0
     label = errno.errorcode.get(number, type(error).__name__)
     text = os.strerror(number) if number else str(error)
-    where = f" ({error.filename})" if error.filename else ""
+    where = f" ({_shown(error.filename)})" if error.filename else ""
     return _CLASSES.get(number, Permanent)(name, f"{label}: {text}{where}")
+
+
+def _shown(path: object) -> str:
+    """The path as a person finds it: a directory that is held open has a name, or had one."""
+    held = re.match(r"/proc/self/fd/\d+", str(path))
+    if held is None:
+        return str(path)
+    try:
+        return os.readlink(held[0]) + str(path)[held.end() :]
+    except OSError:
+        return str(path)
 
 
 @contextmanager
@@ -57,6 +69,6 @@ def publishing(name: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise Permanent(name, f"removed by others while it was written ({error.filename})") from error
+        raise Permanent(name, f"removed by others while it was written ({_shown(error.filename)})") from error
     except OSError as error:
         raise from_os_error(error, name) from error

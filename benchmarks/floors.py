@@ -56,11 +56,15 @@ class CopyFloor:
 class Buffer:
     """Aligned memory of its own, touched, and filled with what does not compress."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, shared: bool = False) -> None:
+        """``shared``: in pages as slots have them. Else in huge pages, which direct I/O is fastest with."""
         self.nbytes = nbytes
         room = max(1, -(-nbytes // ALIGN_BYTES)) * ALIGN_BYTES
-        self._map = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._map.madvise(mmap.MADV_HUGEPAGE)  # the best floor: direct I/O is slower into small pages
+        self._map = mmap.mmap(
+            -1, room, flags=mmap.MAP_ANONYMOUS | (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE)
+        )
+        if not shared:
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         torch.frombuffer(self._map, dtype=torch.int64).random_()
         self.view = memoryview(self._map)
 

@@ -44,6 +44,7 @@ def run_save_load(size_mib: int, repeats: int, directory: Path | None, tell: Ste
         return {
             "benchmark": "save-load",
             "flush_vs_raw_write": saves.flush.median / write_floor.median,
+            "flush_vs_raw_write_from_slots": saves.flush.median / saves.floors["direct_from_slots"].median,
             "load_vs_raw_read": loads.load.median / read_floor.median,
             "peak_extra_mib": peak["save_and_load_bytes"] / MIB,
             "size_bytes": state.nbytes,
@@ -81,12 +82,12 @@ class _Saves:
 
     def __init__(self, state: BenchState, trained: everstep.TrainState, root: Path, raw: Path) -> None:
         self.call, self.flush = Samples(), Samples()
-        self.floors = {"buffered": Samples(), "direct": Samples()}
+        self.floors = {"buffered": Samples(), "direct": Samples(), "direct_from_slots": Samples()}
         self._state, self._trained, self._root, self._raw = state, trained, root, raw
         self._step = 1
 
     def run(self, repeats: int, tell: Step) -> None:
-        buffer = Buffer(self._state.nbytes)
+        buffer, shared = Buffer(self._state.nbytes), Buffer(self._state.nbytes, shared=True)
         self._raw.mkdir()
         with _opened(self._root, self._trained) as ckpt:
             for turn in range(repeats):
@@ -96,8 +97,9 @@ class _Saves:
                     turn,
                     [
                         lambda: self._save(ckpt),
-                        lambda: self._raw_write(buffer, direct=True),
-                        lambda: self._raw_write(buffer, direct=False),
+                        lambda: self._raw_write("direct", buffer),
+                        lambda: self._raw_write("direct_from_slots", shared),
+                        lambda: self._raw_write("buffered", buffer),
                     ],
                 )
 
@@ -114,9 +116,9 @@ class _Saves:
         while len(_with_images(self._root)) > KEEP and time.monotonic() < end:
             time.sleep(POLL_S)
 
-    def _raw_write(self, buffer: Buffer, *, direct: bool) -> None:
+    def _raw_write(self, name: str, buffer: Buffer) -> None:
         path = self._raw / "file"
-        self.floors["direct" if direct else "buffered"].time(lambda: raw_write(path, buffer, direct=direct))
+        self.floors[name].time(lambda: raw_write(path, buffer, direct=name != "buffered"))
         path.unlink()
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from .agent.client import HeldArena, fetch_arenas
 from .backends.api import Backend
 from .backends.open import open_backend
-from .config import config_hash, plain_config
+from .config import config_hash, plain_config, plain_step
 from .discovery import find_run, is_durable, open_arenas
 from .errors import BadOption, Closed, EverstepError, NotARun, RunInUse
 from .format.constants import CHUNK_BYTES
@@ -92,6 +92,8 @@ class Checkpointer:
             raise BadOption("agent= is unknown", found=repr(agent), expected="'process' or 'inline'")
         if fresh is not None and not (isinstance(fresh, str) and fresh.strip()):
             raise BadOption("fresh= must say why", found=repr(fresh), expected="a text")
+        _check_kind("policy", policy, Policy)
+        _check_kind("memory", memory, Memory)
         self._place = locate(root, node=node)
         self._backend: Backend = open_backend(self._place.url, shared=True)
         self._memory = memory
@@ -170,7 +172,8 @@ class Checkpointer:
         Raises StepOrder, UnsupportedValue, Superseded, NotLoaded, RunInUse, and failures of former flushes by
         policy.
         """
-        return self._writing(state).step(step, TrainState.of(state), metrics)
+        number = plain_step(step)
+        return self._writing(state).step(number, TrainState.of(state), metrics)
 
     def save(
         self,
@@ -180,7 +183,8 @@ class Checkpointer:
     ) -> SaveHandle:
         """One full checkpoint of ``step``, whatever the policy says; every rank calls it. Returns when the copy is
         done; ``wait`` on the handle for durability."""
-        return self._writing(state).save(step, TrainState.of(state), metrics)
+        number = plain_step(step)
+        return self._writing(state).save(number, TrainState.of(state), metrics)
 
     def close(self, *, flush: bool = True) -> None:
         """Make the newest snapshot durable (unless ``flush`` is False), end the session, and raise what went wrong.
@@ -386,6 +390,13 @@ class Checkpointer:
                 expected=run.run_id,
                 hint="The root must be on storage that all ranks share.",
             )
+
+
+def _check_kind(name: str, value: object, cls: type) -> None:
+    if value is not None and not isinstance(value, cls):
+        raise BadOption(
+            f"{name}= is of another type", found=repr(value), expected=f"everstep.{cls.__name__}(...)"
+        )
 
 
 def _check_mesh(mesh: Mapping[str, int], world: int) -> None:

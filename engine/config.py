@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 from collections.abc import Mapping
 from typing import Any
 
-from .errors import BadOption, ConfigChanged
+from .errors import BadOption, ConfigChanged, StepOrder
+from .format.constants import NUMBER_MAX
 from .format.hashing import hexdigest
 
 DEPTH_MAX = 32
@@ -128,3 +130,16 @@ def _plain(value: Any, path: str, depth: int) -> Any:
         found=type(value).__name__,
         expected="texts, numbers, booleans, None, lists and mappings of them",
     )
+
+
+def plain_step(step: Any) -> int:
+    """A step as an int, from anything that is a whole number (numpy's, too). Raises StepOrder."""
+    try:
+        number = operator.index(step)
+    except (TypeError, ValueError, RuntimeError):
+        number = -1
+    if isinstance(step, bool) or not 0 <= number <= NUMBER_MAX:
+        raise StepOrder(
+            "a step is a whole number, zero or more", found=repr(step), expected=f"0 to {NUMBER_MAX}"
+        )
+    return number

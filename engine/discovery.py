@@ -118,6 +118,7 @@ class Proposals:
         self.records: list[IncarnationRecord] = run_blocking(read_incarnations(backend))
         self._names = {found.key: found for found in run_blocking(list_steps(backend))}
         self.problems: list[str] = []
+        self._counting = set(self._wanted(None))
         self._keys = iter(self._wanted(step))
 
     def _wanted(self, step: int | None) -> list[Key]:
@@ -144,8 +145,21 @@ class Proposals:
         for key in self._keys:
             on_disk = self._decided(self._names.get(key))
             if on_disk or key in self._in_memory:
+                self._commit_older(key)
                 return Candidate(*key, in_memory=key in self._in_memory, on_disk=on_disk)
         return None
+
+    def _commit_older(self, chosen: Key) -> None:
+        """Below the chosen step a crash may have left attempts with all votes and no decision. Nobody comes by
+        them again, fsck calls them damage, and rotation keeps its hands off: so a writer decides them here."""
+        if not self._writes:
+            return
+        told = len(self.problems)
+        for key, names in self._names.items():
+            if key < chosen and key in self._counting and set(names.attempts) - set(names.decisions):
+                with contextlib.suppress(EverstepError):  # the step that is loaded does not depend on it
+                    self._decided(names)
+        del self.problems[told:]
 
     def record(self, incarnation: int) -> IncarnationRecord:
         return next(record for record in self.records if record.number == incarnation)

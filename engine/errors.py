@@ -63,7 +63,7 @@ class EverstepError(Exception):
         super().__init__(message)
 
     def __str__(self) -> str:
-        text = self.message
+        text = self._where() + self.message
         if self.found is not None:
             text += f"; found: {self.found}"
         if self.expected is not None:
@@ -73,6 +73,9 @@ class EverstepError(Exception):
         # Whoever reads only the text must learn of which file or slot it speaks.
         name = self.fields.get("name")
         return f"{name}: {text}" if name and str(name) not in text else text
+
+    def _where(self) -> str:
+        return ""
 
     def __getattr__(self, name: str) -> Any:
         fields = self.__dict__.get("fields", {})
@@ -169,11 +172,19 @@ class NoCheckpoint(RunError, LookupError):
     """A run, but without the checkpoint that was asked for."""
 
 
-class UnknownFormat(RunError):
+class _OfAnObject(RunError):
+    """``name`` says of which file or slot; the text begins with it unless the message has it already."""
+
+    def _where(self) -> str:
+        name = self.fields.get("name")
+        return f"{name}: " if name and str(name) not in self.message else ""
+
+
+class UnknownFormat(_OfAnObject):
     """Written by a format version, or with a required feature, that this release does not know."""
 
 
-class Damaged(RunError):
+class Damaged(_OfAnObject):
     """Bytes that are not what was written; ``name`` says of which file or slot."""
 
 

@@ -318,6 +318,7 @@ def first_good(sources: Sequence[Source], rank: int) -> tuple[bytes, list[Layout
     """The rank's state image and all ranks' layouts, from the first source that has them right."""
 
     async def read(source: Source) -> tuple[bytes, list[Layout]]:
+        await source.meta(rank)  # nothing here needs it, but a snapshot is taken whole or not at all
         return await source.state(rank), [await source.layout(r) for r in range(source.world)]
 
     for source in sources[:-1]:

@@ -209,7 +209,7 @@ class MemoryTier:
                 if self._room.required:
                     raise
                 warnings.warn(
-                    f"everstep: {error} Snapshots go to memory that is shared with the agent only: they survive the "
+                    f"everstep: {error}. Snapshots go to memory that is shared with the agent only: they survive the "
                     "training process, but not the agent or a restart of the container.",
                     RuntimeWarning,
                     stacklevel=2,

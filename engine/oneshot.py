@@ -11,7 +11,7 @@ from typing import Any
 from .backends.api import Backend
 from .backends.open import open_backend
 from .checkpointer import is_open_here
-from .config import config_hash, plain_config, plain_metrics
+from .config import config_hash, plain_config, plain_metrics, plain_step
 from .discovery import Proposals, find_run, open_arenas
 from .errors import EverstepError, NoCheckpoint, NotARun, RunInUse, SaveAbandoned, StepOrder
 from .format.constants import ALIGN_BYTES
@@ -91,7 +91,7 @@ def save(
     Raises StepOrder unless ``step`` is newer than all that the run has, RunInUse while a trainer writes to it,
     UnsupportedValue, StorageFull, SaveFailed.
     """
-    place = locate(root)
+    place, step = locate(root), plain_step(step)
     trained, plain = TrainState.of(state), plain_config(config)
     facts = plain_metrics(metrics)
     if is_open_here(place.url):
@@ -166,8 +166,6 @@ async def _commit(backend: Backend, run: RunRecord, job: FlushJob, pinned: Pinne
 
 def _after_newest(backend: Backend, step: int) -> Origin:
     """Adopts the newest checkpoint that counts. Raises StepOrder unless ``step`` comes after it."""
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise StepOrder("a step is a whole number, zero or more", found=repr(step))
     if find_run(backend) is None:
         return Origin(looked=True)
     newest = Proposals(backend, set(), step=None, writes=True).next()

@@ -35,15 +35,18 @@ class Place:
 def locate(root: str | os.PathLike[str], *, node: str | None = None) -> Place:
     """The place of ``root``: a path, or a ``file://`` URL. ``node`` overrides the node's name (several simulated
     nodes on one machine); the environment's EVERSTEP_NODE does so too."""
-    text = os.fspath(root)
-    if not isinstance(text, str) or not text.strip():
-        raise BadOption("the root of a run must be a path or a URL", found=repr(root))
+    if (
+        not isinstance(root, (str, os.PathLike))
+        or not isinstance(os.fspath(root), str)
+        or not os.fspath(root).strip()
+    ):
+        raise BadOption("the root of a run must be a path or a URL", found=repr(root), expected=SUPPORTED)
     try:
-        path = os.path.realpath(local_path(text))
+        path = os.path.realpath(local_path(os.fspath(root)))
     except Permanent as error:
         raise BadOption("the root of a run cannot be used", found=error.cause, expected=SUPPORTED) from None
-    url = "file://" + quote(path)
+    url = "file://" + quote(os.fsencode(path))  # a path need be no UTF-8
     name = node or os.environ.get("EVERSTEP_NODE") or socket.gethostname()
     key = hexdigest(f"{url}\0{name}".encode())[:16]
-    base = Path(os.environ.get("EVERSTEP_RUNTIME_DIR") or RUNTIME_BASE)
+    base = Path(os.environ.get("EVERSTEP_RUNTIME_DIR") or RUNTIME_BASE).absolute()
     return Place(url=url, node=name, run_key=key, runtime_base=base / f"everstep-{os.getuid()}")

@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from .errors import BadOption
 
@@ -34,12 +34,16 @@ class Memory:
     copy: Literal["eager", "overlap"] = "eager"
 
     def __post_init__(self) -> None:
-        if not SLOTS_MIN <= self.slots <= SLOTS_MAX:
+        if not _is_whole(self.slots) or not SLOTS_MIN <= self.slots <= SLOTS_MAX:
             raise BadOption(
-                "Memory(slots=) is out of range", found=self.slots, expected=f"{SLOTS_MIN} to {SLOTS_MAX}"
+                "Memory(slots=) is out of range",
+                found=repr(self.slots),
+                expected=f"{SLOTS_MIN} to {SLOTS_MAX}",
             )
-        if self.bytes is not None and self.bytes <= 0:
-            raise BadOption("Memory(bytes=) must be positive", found=self.bytes)
+        if self.bytes is not None and (not _is_whole(self.bytes) or self.bytes <= 0):
+            raise BadOption("Memory(bytes=) must be a whole number above 0", found=repr(self.bytes))
+        if self.path is not None:
+            object.__setattr__(self, "path", _directory(self.path))
         if self.copy not in ("eager", "overlap"):
             raise BadOption("Memory(copy=) is unknown", found=self.copy, expected="'eager' or 'overlap'")
 
@@ -79,26 +83,60 @@ class Policy:
     linger_s: float = 60.0
 
     def __post_init__(self) -> None:
-        if self.keep_last < 1:
-            raise BadOption("Policy(keep_last=) must be at least 1", found=self.keep_last)
-        if self.keep_every is not None and self.keep_every < 1:
-            raise BadOption("Policy(keep_every=) must be at least 1", found=self.keep_every)
+        for name, value in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
+            optional = name == "keep_every" and value is None
+            if not optional and (not _is_whole(value) or value < 1):
+                raise BadOption(f"Policy({name}=) must be a whole number, at least 1", found=repr(value))
+        if self.failures_max is not None and (not _is_whole(self.failures_max) or self.failures_max < 1):
+            raise BadOption(
+                "Policy(failures_max=) must be a whole number, at least 1", found=repr(self.failures_max)
+            )
         if self.on_slow not in ("skip", "wait", "supersede"):
             raise BadOption(
                 "Policy(on_slow=) is unknown", found=self.on_slow, expected="skip, wait or supersede"
             )
         if self.on_failure not in ("warn", "raise"):
             raise BadOption("Policy(on_failure=) is unknown", found=self.on_failure, expected="warn or raise")
-        if self.rate_bytes_per_s is not None and self.rate_bytes_per_s <= 0:
-            raise BadOption("Policy(rate_bytes_per_s=) must be positive", found=self.rate_bytes_per_s)
+        if self.rate_bytes_per_s is not None and (
+            not _is_number(self.rate_bytes_per_s) or self.rate_bytes_per_s <= 0
+        ):
+            raise BadOption(
+                "Policy(rate_bytes_per_s=) must be a number above 0", found=repr(self.rate_bytes_per_s)
+            )
         for name in ("commit_timeout_s", "slot_timeout_s", "rank_timeout_s", "close_timeout_s", "linger_s"):
             value = getattr(self, name)
-            if not 0 < value < float("inf"):
-                raise BadOption(f"Policy({name}=) must be a positive, finite number of seconds", found=value)
+            if not _is_number(value) or not 0 < value < float("inf"):
+                raise BadOption(
+                    f"Policy({name}=) must be a positive, finite number of seconds", found=repr(value)
+                )
         if self.snapshot_every is None and self.full_every is None:
             return
         for name in ("snapshot_every", "full_every"):
             _check_every(name, getattr(self, name))
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _directory(path: object) -> Path:
+    """Absolute: the agent, a process of its own, opens it too."""
+    if (
+        not isinstance(path, (str, os.PathLike))
+        or not isinstance(os.fspath(path), str)
+        or not os.fspath(path)
+    ):
+        raise BadOption("Memory(path=) must be a path", found=repr(path))
+    found = Path(os.fspath(path)).absolute()
+    if not found.is_dir():
+        raise BadOption(
+            "Memory(path=) must be a directory", found=f"{found}: no directory", hint="Make it first"
+        )
+    return found
 
 
 _TIME = re.compile(r"\d+(\.\d+)?(ms|s|m|h|d)")

@@ -8,14 +8,11 @@ import platform
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import msgspec
-
 from .agent.client import AgentClient, Progress
 from .agent.values import AgentSettings, Hello
 from .config import plain_metrics
 from .decisions import Decisions
 from .errors import EverstepError, StepOrder
-from .format.plain import to_plain
 from .format.records import IncarnationRecord, RunRecord
 from .handles import SaveHandle
 from .memory.control import Purpose
@@ -29,6 +26,7 @@ from .policy import Policy
 from .ranks import Ranks
 from .snapshots import Snapshots, Taken
 from .state.trainstate import TrainState
+from .store.flush import write_meta
 
 log = logging.getLogger("everstep")
 
@@ -255,8 +253,6 @@ class Session:
             self._client.flush(taken.step, slot=taken.slot, generation=taken.generation, kind="full")
 
     def _check_order(self, step: int, *, again: bool) -> None:
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise StepOrder("a step is a whole number, zero or more", found=repr(step))
         if step > self._last_step or (again and step == self._last_step and self._snapshots.holds(step)):
             return
         raise StepOrder(
@@ -341,8 +337,7 @@ def describe(state: TrainState, record: IncarnationRecord, rank: int, metrics: d
         "facts": {},
     }
     meta.update(state.describe())
-    # As in the vote: a metric or a position may be an integer of any size, which msgpack has not.
-    return msgspec.msgpack.encode(to_plain(meta, "meta"))
+    return write_meta(meta)
 
 
 def _coordinates(mesh: dict[str, int], rank: int) -> dict[str, int]:

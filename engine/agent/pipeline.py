@@ -20,7 +20,7 @@ from typing import Protocol
 from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError
 from everstep.backends.points import reach
-from everstep.errors import AgentError, EverstepError, SaveFailed
+from everstep.errors import AgentError, EverstepError, SaveFailed, StorageFull
 from everstep.format import names
 from everstep.format.hashing import rank_root
 from everstep.format.manifest import Abort, Decision, Manifest
@@ -87,7 +87,7 @@ class Owner(Protocol):
 
     def report(self, progress: Progress) -> None: ...
 
-    def committed(self, incarnation: int, step: int) -> None: ...
+    def rotate(self, incarnation: int) -> None: ...
 
     async def remember(self, entry: JobEntry) -> None: ...
 
@@ -448,8 +448,8 @@ class Pipeline:
             del self._flushes[flush.key]
         flush.over.set()
         self._say(flush, stage, error=error)
-        if stage == "committed":
-            self._owner.committed(flush.incarnation, flush.step)
+        if stage == "committed" or isinstance(error, StorageFull):
+            self._owner.rotate(flush.incarnation)
 
     def _say(
         self, flush: Flush, stage: str, *, rank: int = -1, nbytes: int = 0, error: EverstepError | None = None

@@ -40,7 +40,9 @@ _REMOTE = (
     "orangefs",
     "fuse.",
 )
-_HINT = "Set another runtime_dir (a private directory on a local disk of this node)"
+_HINT = (
+    "Set EVERSTEP_RUNTIME_DIR to another directory on a local disk of this node, one that this user may write"
+)
 
 
 def prepare(runtime_dir: Path) -> None:

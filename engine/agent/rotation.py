@@ -1,4 +1,5 @@
-"""Rotation in the background: one at a time, only after a commit is durable, never while superseded."""
+"""Rotation in the background: one at a time, after a commit is durable or the storage was full,
+never while superseded."""
 
 from __future__ import annotations
 

@@ -424,8 +424,9 @@ class Service:
             self._events.append(progress.stage, **facts)
             self._keep(self._write_events())
 
-    def committed(self, incarnation: int, step: int) -> None:
-        """Rotate, on the node that has rank 0."""
+    def rotate(self, incarnation: int) -> None:
+        """After a commit, and when the storage was full: what retention gives up, or gave up since it was changed,
+        is the room that the next flush needs. On the node that has rank 0."""
         if self._rotator is not None and 0 in self.members.arenas():
             self._rotator.want(max(incarnation, self.members.newest))
 

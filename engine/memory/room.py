@@ -15,7 +15,7 @@ HEADROOM_BYTES = 64 << 20
 
 _HINT = (
     "Give the container more shared memory (docker run --shm-size, an emptyDir with medium: Memory, or "
-    "mount -o remount,size=... /dev/shm), use fewer slots, or set Memory(directory=...) to a larger memory "
+    "mount -o remount,size=... /dev/shm), use fewer slots, or set Memory(path=...) to a larger memory "
     "file system"
 )
 

@@ -97,8 +97,8 @@ class Ledger:
         lines = "\n".join(f"  {text}" for text in shown) + (f"\n  and {more} more" if more else "")
         kinds = sorted({text.partition(":")[0] for text in self.mismatches} & LOOSENINGS)
         raise StateMismatch(
-            f"checkpoint and target differ in {len(self.mismatches)} places; nothing was changed\n{lines}\n",
-            hint=f"If that is meant, allow={set(kinds)} loosens" if kinds else None,
+            f"checkpoint and target differ in {len(self.mismatches)} places; nothing was changed\n{lines}\n"
+            + (f"If that is meant, load with allow={set(kinds)}" if kinds else ""),
             mismatches=list(self.mismatches),
         )
 

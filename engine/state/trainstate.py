@@ -59,7 +59,12 @@ class TrainState:
         **parts: Any,
     ) -> None:
         if data is not None and data not in DATA_KINDS:
-            raise BadOption("data= names no kind of data", found=data, expected=DATA_KINDS)
+            raise BadOption(
+                "data= says what kind of data the loader reads",
+                found=repr(data),
+                expected=" or ".join(map(repr, DATA_KINDS)),
+                hint="Give what has a state of its own as loader=, or under another name",
+            )
         if grads and model is None:
             raise BadOption("grads=True needs a model")
         reserved = sorted({"rng", "grads", "extra", BARE_PART} & set(parts))

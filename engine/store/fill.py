@@ -22,7 +22,7 @@ from everstep.plan.reads import Read
 
 from .sources import Source, bad_chunks, changed_chunk, check_record
 
-PARALLEL = 6
+PARALLEL = 8
 """Pieces in flight, more than a backend reads at once: while some are hashed and copied, others are
 read. With
 ``PIECE_BYTES`` this bounds the memory."""

@@ -21,10 +21,10 @@ from everstep.backends.points import reach
 from everstep.errors import BadOption, Damaged, SaveAbandoned, SaveFailed
 from everstep.format import names
 from everstep.format.constants import HASH_BYTES
-from everstep.format.hashing import chunk_hashes, image_root, rank_root
+from everstep.format.hashing import chunk_hashes, digest, image_root, rank_root
 from everstep.format.layout import compress, decompress, layout_hash
 from everstep.format.manifest import Abort
-from everstep.format.plain import from_plain
+from everstep.format.plain import from_plain, to_plain
 from everstep.format.records import RunRecord
 from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote, encode_vote
 
@@ -299,11 +299,22 @@ def _vote(job: FlushJob, pinned: Pinned, records: tuple[ImageRecord, ...]) -> Vo
     )
 
 
-def read_meta(data: bytes, name: str) -> dict[str, Any]:
-    """The msgpack map of a slot's ``meta`` region; what msgpack lacks is tagged as in a vote."""
+def write_meta(meta: dict[str, Any]) -> bytes:
+    """A slot's ``meta`` region: the hash of what follows, and the map in msgpack; what that lacks is tagged as in a
+    vote. The seal covers images and state only, and this has to be proved before it goes into a vote, too."""
+    data = msgspec.msgpack.encode(to_plain(meta, "meta"))
+    return digest(data) + data
+
+
+def read_meta(region: bytes, name: str) -> dict[str, Any]:
+    """The map of a slot's ``meta`` region. Raises Damaged."""
+    data = region[HASH_BYTES:]
+    if digest(data) != region[:HASH_BYTES]:
+        found, expected = digest(data).hex(), region[:HASH_BYTES].hex()
+        raise Damaged(f"{name} is damaged", found=found, expected=expected, name=name)
     try:
-        found: dict[str, Any] = from_plain(msgspec.msgpack.decode(data, type=dict[str, Any]))
-        return found
+        meta: dict[str, Any] = from_plain(msgspec.msgpack.decode(data, type=dict[str, Any]))
+        return meta
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Damaged(f"{name}: not a map", found=str(error), expected="msgpack", name=name) from error
 

@@ -112,25 +112,27 @@ def hurts(found: StepNames) -> str:
 def _damage(error: EverstepError, name: str, found: StepNames | None, hurt: str) -> Finding:
     """An error of reading as a finding: the object that it names, else ``name``."""
     missing = "is missing" in error.message
+    at = str(error.fields.get("name") or name)
     return Finding(
         Severity.DAMAGE,
         Kind.MISSING if missing else Kind.DAMAGED,
-        str(error.fields.get("name") or name),
+        at,
         found.step if found else None,
         found.incarnation if found else None,
-        str(error),
+        str(error).removeprefix(f"{at}: "),
         hurt,
     )
 
 
 def _cannot_tell(error: EverstepError, name: str, found: StepNames | None = None) -> Finding:
+    at = str(error.fields.get("name") or name)
     return Finding(
         Severity.CANNOT_TELL,
         Kind.CANNOT_TELL,
-        str(error.fields.get("name") or name),
+        at,
         found.step if found else None,
         found.incarnation if found else None,
-        str(error),
+        str(error).removeprefix(f"{at}: "),
         "whether it is good is not known",
     )
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from everstep.agent.client import AgentClient
 from everstep.agent.link import Link, State
 from everstep.agent.places import LOG
@@ -30,6 +29,7 @@ from everstep.memory.slots import SnapshotInfo
 from everstep.plan.retention import Retention
 from everstep.store.blocking import run_blocking
 from everstep.store.catalog import list_steps, read_decision
+from everstep.store.flush import write_meta
 from everstep.store.runs import add_incarnation, create_run
 from everstep.store.sources import DurableSource
 
@@ -253,7 +253,7 @@ class Trainer:
         contents = {
             f"image:{layout.images[0].name}": layout.images[0].header + data,
             "state": f"step {step} rank {self.rank}".encode(),
-            "meta": msgspec.msgpack.encode(meta),
+            "meta": write_meta(meta),
             "layout": encoded,
         }
         views = slot.place([(name, len(value)) for name, value in contents.items()])

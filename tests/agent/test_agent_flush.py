@@ -197,6 +197,26 @@ def test_a_rank_that_cannot_take_part_gives_up_for_all(place: Place) -> None:
         trainer.agent.bye(timeout_s=10)
 
 
+def test_after_a_rank_gave_up_the_next_attempt_is_the_same_one_for_all(place: Place) -> None:
+    """Whether the others heard of it before, while or after they asked."""
+    place.incarnation(world=2)
+    ranks = [Trainer.make(place, rank, 2).connect() for rank in range(2)]
+    for trainer in ranks:
+        trainer.snapshot(4)
+    ranks[1].agent.give_up(4, "not yet")
+    ranks[1].agent.give_up(4, "not yet, again")
+    until(lambda: place.decisions(4) == ["abort"], "the abort record")
+    time.sleep(0.1)  # the news lies in the sockets, unread
+    ranks[0].flush(4)
+    assert ranks[0].verdict(4).stage == "abandoned"
+    for trainer in ranks:
+        trainer.flush(4)
+    assert [trainer.verdict(4).stage for trainer in ranks] == ["committed", "committed"]
+    assert place.decisions(4) == ["abort", "manifest"]
+    for trainer in ranks:
+        trainer.agent.bye(timeout_s=10)
+
+
 def test_what_happened_is_in_the_runs_events(place: Place) -> None:
     place.incarnation()
     trainer = Trainer.make(place).connect()

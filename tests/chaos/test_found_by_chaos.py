@@ -8,11 +8,12 @@ from typing import Any
 import everstep
 import pytest
 import torch
+from everstep.format import names
 from everstep.memory.directory import arena_dir
 from everstep.places import locate
 from everstep.ranks import Ranks
 
-from .disk import standing
+from .disk import findings, standing
 from .runner import SHM
 
 
@@ -73,3 +74,17 @@ def test_a_lost_store_is_not_told_as_a_time_out() -> None:
     with pytest.raises(everstep.errors.RankError, match="store was lost") as told:
         ranks.agree("choosing a step", None, timeout_s=60)
     assert "reset by peer" in str(told.value) and "60" not in str(told.value)
+
+
+def test_a_complete_attempt_without_a_decision_is_decided_when_a_newer_step_is_in_memory(root: Path) -> None:
+    """A crash between the last vote and the manifest, the journal lost, the arenas not: it lay there for ever."""
+    first = opened(root)
+    first.save(3, {"n": 3}).wait()
+    first.step(5, {"n": 5})
+    first.close(flush=False)
+    (root / names.decision(3, 1, 1)).unlink()
+    assert [found.step for found in findings(root)] == [3]
+    with opened(root) as ckpt:
+        assert ckpt.load({"n": 0}) == 5
+        assert findings(root) == [] and standing(root) == [(1, 3)]
+        assert ckpt.recovery is not None and ckpt.recovery.skipped == ()

@@ -14,7 +14,7 @@ def tree(cls: type[errors.EverstepError] = errors.EverstepError) -> list[type[er
 
 
 def public(cls: type) -> bool:
-    return cls.__module__ == "everstep.errors"
+    return cls.__module__ == "everstep.errors" and not cls.__name__.startswith("_")
 
 
 @pytest.mark.parametrize(

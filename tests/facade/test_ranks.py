@@ -166,8 +166,8 @@ def test_two_ranks_agree_whatever_happens_to_one(root: Path, tmp_path: Path) -> 
     expected = {f"{name}.{rank}" for name in FIRST | SECOND for rank in (0, 1)} | {"absent.0"}
     assert set(results) == expected
     assert {name: text for name, text in results.items() if text != "ok"} == {}
-    durable = steps_on_disk(root)  # 9 too, if the agent was quicker than the restart
-    assert [step for step in durable if step != 9] == [2, 3, 5, 10]
+    # Step 9 too, if both ranks were gone for long enough before the restart: then the agent flushes the newest.
+    assert [step for step in steps_on_disk(root) if step != 9] == [2, 3, 5, 10]
     forget_memory(root)
     values = [everstep.load(root, rank=rank) for rank in (0, 1)]
     assert [value["extra"]["numbers"] for value in values] == [[0], [0, 1]]

@@ -113,8 +113,8 @@ def test_a_maker_killed_at(directory: Path, point: str) -> None:
 def test_an_arena_in_the_making_is_not_cleaned_up(directory: Path) -> None:
     body = 'Arena.create(path, run_key="k", node="n", rank=0, world=1, slot_bytes=8192, chunk_bytes=4096)'
     child = children.start(directory, body, "stall:arena.name.before")
-    while not os.listdir(directory):
-        assert child.poll() is None
+    _, status = os.waitpid(child.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status) and os.listdir(directory)
     assert clean(directory, keep=lambda info: False) == []
     child.send_signal(signal.SIGCONT)
     assert children.end(child) == 0

@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 from everstep.backends.api import Backend
 from everstep.errors import Damaged, EverstepError
 from everstep.format.hashing import chunk_hashes, image_root
@@ -21,7 +20,7 @@ from everstep.plan.retention import Retention, RetentionPlan, plan_retention
 from everstep.store.catalog import list_steps, read_decision
 from everstep.store.commit import next_attempt, try_commit
 from everstep.store.fill import FillReport, fill
-from everstep.store.flush import FlushJob, flush_rank
+from everstep.store.flush import FlushJob, flush_rank, write_meta
 from everstep.store.runs import add_incarnation, create_run, open_run, read_incarnations
 from everstep.store.sources import DurableSource
 
@@ -132,7 +131,7 @@ def snapshot(
     encoded = encode(layout)
     data = {f"image:{name}": image for name, image in images_of(layout, (incarnation, step, rank)).items()}
     data[STATE_IMAGE] = bytearray(f"state of step {step} rank {rank} ".encode() * 300)
-    data["meta"] = bytearray(msgspec.msgpack.encode(meta or meta_of(rank, world)))
+    data["meta"] = bytearray(write_meta(meta or meta_of(rank, world)))
     data["layout"] = bytearray(encoded)
     info = Info(0, step, 2, incarnation, step, layout_hash(encoded))
     return MemoryPinned(info, data, chunk_bytes)
