@@ -94,7 +94,7 @@ class Session:
         if decision.supersede or decision.wait:
             self._make_way(step, give_up=decision.supersede)
         if decision.flush or (decision.snapshot and self._memory):
-            self._snapshot(step, state, metrics, late=True)
+            self._snapshot(step, state, metrics, late=True, flush=decision.flush)
         self._passed(step)
         return self._flush(step) if decision.flush else None
 
@@ -105,7 +105,7 @@ class Session:
         self._check_order(step, again=True)
         newest = self._snapshots.newest
         if newest is None or newest.step != step:
-            self._snapshot(step, state, metrics, late=False)
+            self._snapshot(step, state, metrics, late=False, flush=True)
         self._last_step = step
         self._settle()
         return self._flush(step)
@@ -113,7 +113,7 @@ class Session:
     def save_adopted(self, state: TrainState) -> None:
         """Take what was loaded, unchanged, as this incarnation's snapshot of that very step: close flushes it."""
         if self._snapshots.newest is None and self._last_step >= 0:
-            self._snapshot(self._last_step, state, None, late=False)
+            self._snapshot(self._last_step, state, None, late=False, flush=True)
 
     def hear(self) -> None:
         """Take in what the agent said; tell the caller of failures it has not heard of."""
@@ -205,7 +205,7 @@ class Session:
         self._snapshots.settle(self._policy.slot_timeout_s)
 
     def _snapshot(
-        self, step: int, state: TrainState, metrics: Mapping[str, Any] | None, *, late: bool
+        self, step: int, state: TrainState, metrics: Mapping[str, Any] | None, *, late: bool, flush: bool
     ) -> None:
         self._settle()
         try:
@@ -219,8 +219,8 @@ class Session:
                 waiting=self._hear_quietly,
             )
         except BaseException as error:
-            # The other ranks may have asked for a flush of this step: let them hear at once why it cannot be.
-            if self._ranks.world > 1:
+            # The other ranks ask for a flush of this step: let them hear at once why it cannot be.
+            if flush and self._ranks.world > 1:
                 self._client.give_up(step, f"rank {self._ranks.rank}: {type(error).__name__}: {error}")
             raise
         if self._snapshots.moved_arena:

@@ -264,7 +264,7 @@ def torchrun(body: str, *args: object, ranks: int = 2, restarts: int = 0, timeou
     command += [f"--max-restarts={restarts}", "--monitor-interval=0.1", str(path), *map(str, args)]
     env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=env, check=False)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-6000:]}"
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-20000:]}"
     return done.stdout
 
 
