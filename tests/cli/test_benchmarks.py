@@ -35,7 +35,12 @@ def test_stall(tmp_path: Path) -> None:
 
 def test_save_load(tmp_path: Path) -> None:
     found = bench("save-load", tmp_path)
-    for field in ("flush_vs_raw_write", "flush_vs_raw_write_from_slots", "load_vs_raw_read", "peak_extra_mib"):
+    for field in (
+        "flush_vs_raw_write",
+        "flush_vs_raw_write_from_slots",
+        "load_vs_raw_read",
+        "peak_extra_mib",
+    ):
         assert found[field] > 0
     assert "posix_fadvise" in found["cold_by"]
     assert set(found["write_floors"]) == {"buffered", "direct", "direct_from_slots"}
