@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeGuard
 
 from .errors import BadOption
+from .plan.schedule import parse_every
 
 SHARED_MEMORY = Path("/dev/shm")
 SLOTS_MIN = 3
@@ -109,10 +109,8 @@ class Policy:
                 raise BadOption(
                     f"Policy({name}=) must be a positive, finite number of seconds", found=repr(value)
                 )
-        if self.snapshot_every is None and self.full_every is None:
-            return
         for name in ("snapshot_every", "full_every"):
-            _check_every(name, getattr(self, name))
+            parse_every(getattr(self, name), f"Policy({name}=)")
 
 
 def _is_whole(value: object) -> TypeGuard[int]:
@@ -137,19 +135,3 @@ def _directory(path: object) -> Path:
             "Memory(path=) must be a directory", found=f"{found}: no directory", hint="Make it first"
         )
     return found
-
-
-_TIME = re.compile(r"\d+(\.\d+)?(ms|s|m|h|d)")
-
-
-def _check_every(name: str, value: int | str | None) -> None:
-    good = value is None or (
-        (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
-        or (isinstance(value, str) and _TIME.fullmatch(value) is not None)
-    )
-    if not good:
-        raise BadOption(
-            f"Policy({name}=) is not an interval",
-            found=repr(value),
-            expected='steps (int) or a time like "30m"',
-        )

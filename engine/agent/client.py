@@ -30,7 +30,7 @@ from .protocol import (
     StatusAnswer,
     StatusRequest,
 )
-from .values import NO_STEP, VERDICTS, AgentSettings, Hello, Progress, default_runtime_dir
+from .values import NO_STEP, VERDICTS, AgentSettings, Hello, Progress
 
 STATUS_S = 5.0
 NEWS_MAX = 100_000
@@ -445,6 +445,5 @@ __all__ = [
     "HeldArena",
     "Hello",
     "Progress",
-    "default_runtime_dir",
     "fetch_arenas",
 ]

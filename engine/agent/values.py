@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,6 @@ VERDICTS = frozenset({"committed", "failed", "abandoned", "superseded"})
 
 NO_STEP = -1
 """Progress that speaks of no step in particular."""
-
-
-def default_runtime_dir(run_key: str) -> Path:
-    """Where lock, socket, journal and log of a run's agent lie unless the user says otherwise."""
-    return Path("/var/tmp") / f"everstep-{os.getuid()}" / run_key
 
 
 @dataclass(frozen=True)
