@@ -27,6 +27,9 @@ POLL_MAX_S = 0.05
 GROWTH = 1.25
 """A slot that turned out too small is replaced by one of this many times the need."""
 
+CLEAN_PAUSE_S = 1.0
+"""Former ranks' arenas are looked for at most this often: it reads a directory and every header in it."""
+
 Key = tuple[int, int]
 
 
@@ -53,6 +56,7 @@ class MemoryTier:
         """How many ranks run on this node: those whose arenas W depends on."""
         self._arena: Arena | None = None
         self._outgrown: list[Arena] = []
+        self._clean_next_s = 0.0
         self._neighbours: dict[int, Arena] = {}
         self._incarnation = 0
         self._adopted: Key | None = None
@@ -136,15 +140,18 @@ class MemoryTier:
             pause = min(pause * 2, POLL_MAX_S)
 
     def drop_outgrown(self) -> None:
-        """Remove arenas that were replaced, and those of former ranks, once this incarnation has a W."""
+        """Remove arenas that were replaced, and those of former ranks, once this incarnation has a W that lies in
+        the present arena (just after a replacement, W may still lie in the one before)."""
         newest = self.complete()
         if newest is None or newest[0] != self._incarnation:
             return
-        for arena in self._outgrown:
-            arena.unlink()
-            arena.close()
-        self._outgrown.clear()
-        if self._rank == 0 and self.is_shared:
+        if self._outgrown and any(found.key == newest for found in self.arena.snapshots()):
+            for arena in self._outgrown:
+                arena.unlink()
+                arena.close()
+            self._outgrown.clear()
+        if self._rank == 0 and self.is_shared and time.monotonic() >= self._clean_next_s:
+            self._clean_next_s = time.monotonic() + CLEAN_PAUSE_S
             clean(
                 self.directory,
                 keep=lambda info: info.run_id == self._run_id and info.incarnation >= self._incarnation,
