@@ -17,6 +17,9 @@ class Scope(enum.IntEnum):
     """One rank's own: the same key on another rank is another thing."""
     GLOBAL = 1
     """One tensor of the whole job: the same key on every rank is the same tensor, replicated or in boxes."""
+    FIRST = 2
+    """One rank's own, as RANK; where another number of ranks loads, rank 0's counts for all (buffers under DDP,
+    which broadcasts rank 0's)."""
 
 
 @dataclass(frozen=True, slots=True)
