@@ -30,7 +30,7 @@ from .format.records import (
     encode_run,
 )
 from .handles import SaveHandle
-from .loading import Loader, Recovery, into_state
+from .loading import Loader, Recovery
 from .memory.arena import Arena
 from .memorytier import MemoryTier, Room
 from .opening import Origin, begin_incarnation
@@ -38,6 +38,7 @@ from .places import locate
 from .planning import expected_slot_bytes
 from .policy import SHARED_MEMORY, Memory, Policy
 from .ranks import Ranks
+from .reading import into_state
 from .session import Session, agent_settings
 from .state.trainstate import TrainState
 from .store.blocking import run_blocking

@@ -17,7 +17,7 @@ from .errors import EverstepError, NoCheckpoint, NotARun, RunInUse, SaveAbandone
 from .format.constants import ALIGN_BYTES
 from .format.manifest import Abort
 from .format.records import IncarnationRecord, RunRecord
-from .loading import Loader, as_values, into_state
+from .loading import Loader
 from .memory.arena import Arena
 from .memory.process import Process
 from .memory.slots import Pinned
@@ -26,6 +26,7 @@ from .places import Place, locate
 from .planning import LayoutPlanner
 from .policy import SHARED_MEMORY
 from .ranks import Ranks
+from .reading import as_values, into_state
 from .session import describe
 from .snapshot.copier import Copier, Plan
 from .state.trainstate import TrainState
