@@ -26,7 +26,8 @@
     │   ├── MemoryTooSmall    shared memory for the slots
     │   └── StorageFull       disk or quota
     ├── SaveFailed            a flush did not become durable
-    │   └── SaveAbandoned     given up by policy or by another rank
+    │   ├── SaveAbandoned     given up by policy or by another rank
+    │   └── ReplicasDiffer    ranks that should hold equal bytes do not
     ├── AgentError            the background process
     └── RankError             another rank failed, or did not answer in time
 
@@ -226,6 +227,11 @@ class SaveFailed(EverstepError):
 
 class SaveAbandoned(SaveFailed):
     """A flush was given up, by policy or because another rank could not finish its part."""
+
+
+class ReplicasDiffer(SaveFailed):
+    """Ranks that should hold equal bytes of a tensor do not: silent corruption, or a promise that does not hold. The
+    text names the tensors and the ranks."""
 
 
 class AgentError(EverstepError):

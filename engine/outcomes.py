@@ -17,6 +17,10 @@ log = logging.getLogger("everstep")
 REMEMBERED_MAX = 1024
 """How many flushes' outcomes are remembered; far above what can be unfinished."""
 
+FINDINGS = ("disagreement", "equal", "noticed")
+FINDINGS_MAX = 64
+"""Findings that are told; more are in the agent's log."""
+
 FINISHED = ("committed", "failed", "abandoned", "superseded")
 
 
@@ -30,6 +34,9 @@ class Outcomes:
         self._attempts: dict[int, int] = {}
         self._in_a_row = 0
         self._untold: list[EverstepError] = []
+        self._findings: OrderedDict[str, None] = OrderedDict()
+        """Texts of what the comparison of the ranks found, to be told as warnings."""
+        self._told: set[str] = set()
         self.superseded: Superseded | None = None
         self.newest_durable: int | None = None
 
@@ -59,6 +66,9 @@ class Outcomes:
             return
         if progress.incarnation != self._incarnation:
             return  # the agent finishes what an earlier incarnation left; its steps may bear the same numbers
+        if progress.stage in FINDINGS:
+            self._find(progress)
+            return
         if progress.stage == "superseded":
             found = _as_error(progress, Superseded)
             self.superseded = found if isinstance(found, Superseded) else None
@@ -81,6 +91,14 @@ class Outcomes:
         log.warning("everstep: step %d did not become durable: %s", progress.step, error)
         self._untold.append(error)
 
+    def _find(self, progress: Progress) -> None:
+        """What the ranks' hashes say; the same is told once."""
+        error = _as_error(progress, EverstepError)
+        about = progress.stage if progress.stage == "noticed" else str(error)
+        if about not in self._told and len(self._told) < FINDINGS_MAX:
+            self._told.add(about)
+            self._findings[str(error)] = None
+
     def outcome(self, step: int) -> tuple[bool, EverstepError | None]:
         """(finished, error) of a flush."""
         progress = self._flushes.get(step)
@@ -95,6 +113,9 @@ class Outcomes:
         """Raise or warn about failures that the caller has not heard of, by policy. Superseded always raises."""
         if self.superseded is not None:
             raise self.superseded
+        findings, self._findings = self._findings, OrderedDict()
+        for text in findings:
+            warnings.warn(f"everstep: {text}", RuntimeWarning, stacklevel=3)
         untold, self._untold = self._untold, []
         if not untold:
             return

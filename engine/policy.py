@@ -63,6 +63,13 @@ class Policy:
     the training loop, or ``"supersede"`` the unfinished one. ``on_failure`` says what a failed flush does:
     ``"warn"`` (and raise after ``failures_max`` in a row; None: never) or ``"raise"`` at the next call.
 
+    With several ranks, tensors that should be equal on all of them (``replicated=``, DDP) are stored by one rank and
+    *audited*: within ``audit_every`` flushes (more where there is much to read) each of them is hashed once on every
+    rank, and the hashes are compared before the commit. None: never. ``on_disagreement`` says what happens where
+    they differ: ``"warn"`` commits, records it in the manifest, and warns on all ranks at the next call;
+    ``"refuse"`` fails the flush with ReplicasDiffer on all ranks, and every later one until the ranks agree again.
+    What differed once is looked at again at each flush.
+
     ``rate_bytes_per_s`` limits what the agent writes. ``commit_timeout_s`` bounds the wait for the other ranks'
     votes, ``slot_timeout_s`` the wait of the training loop for a free slot, ``rank_timeout_s`` any wait for
     another rank, ``close_timeout_s`` the drain at the end.
@@ -75,6 +82,8 @@ class Policy:
     on_slow: Literal["skip", "wait", "supersede"] = "skip"
     on_failure: Literal["warn", "raise"] = "warn"
     failures_max: int | None = 5
+    audit_every: int | None = 10
+    on_disagreement: Literal["warn", "refuse"] = "warn"
     rate_bytes_per_s: float | None = None
     commit_timeout_s: float = 300.0
     slot_timeout_s: float = 120.0
@@ -90,6 +99,15 @@ class Policy:
         if self.failures_max is not None and (not _is_whole(self.failures_max) or self.failures_max < 1):
             raise BadOption(
                 "Policy(failures_max=) must be a whole number, at least 1", found=repr(self.failures_max)
+            )
+        if self.audit_every is not None and (not _is_whole(self.audit_every) or self.audit_every < 0):
+            raise BadOption(
+                "Policy(audit_every=) must be a whole number of flushes, or None",
+                found=repr(self.audit_every),
+            )
+        if self.on_disagreement not in ("warn", "refuse"):
+            raise BadOption(
+                "Policy(on_disagreement=) is unknown", found=self.on_disagreement, expected="warn or refuse"
             )
         if self.on_slow not in ("skip", "wait", "supersede"):
             raise BadOption(

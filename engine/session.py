@@ -6,13 +6,15 @@ import contextlib
 import logging
 import platform
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 from .agent.client import AgentClient, Progress
 from .agent.values import AgentSettings, Hello
+from .auditing import Auditor
 from .config import plain_metrics
 from .decisions import Decisions
-from .errors import EverstepError, StepOrder
+from .errors import EverstepError, ReplicasDiffer, StepOrder
 from .format.records import IncarnationRecord, RunRecord
 from .handles import SaveHandle
 from .memory.control import Purpose
@@ -24,8 +26,10 @@ from .places import Place
 from .plan.retention import Retention
 from .policy import Policy
 from .ranks import Ranks
+from .snapshot.copier import Plan
 from .snapshots import Snapshots, Taken
 from .state.trainstate import TrainState
+from .state.tree import FlatState
 from .store.flush import write_meta
 
 log = logging.getLogger("everstep")
@@ -64,6 +68,7 @@ class Session:
         start = adopted[1] if adopted else -1
         self._decisions = Decisions(ranks, policy, start=start, unfinished_max=self._unfinished_max)
         self._snapshots = Snapshots(tier, ranks, overlap=overlap, settled=self._send_pending)
+        self._auditor = Auditor(ranks.rank, ranks.world, policy)
         self._pending: Taken | None = None
         self._pins: dict[int, Pinned] = {}
         """Slots whose flush was asked for: the agent pins a slot only when it comes to the request, and a new one
@@ -104,11 +109,15 @@ class Session:
         self.hear()
         self._check_order(step, again=True)
         newest = self._snapshots.newest
-        if newest is None or newest.step != step:
+        if newest is None or newest.step != step or self._is_refused(step):
             self._snapshot(step, state, metrics, late=False, flush=True)
         self._last_step = step
         self._settle()
         return self._flush(step)
+
+    def _is_refused(self, step: int) -> bool:
+        """Whether the snapshot of ``step`` was refused for its bytes; it is gone then, to be taken anew."""
+        return isinstance(self.outcomes.outcome(step)[1], ReplicasDiffer) and self._snapshots.discard()
 
     def save_adopted(self, state: TrainState) -> None:
         """Take what was loaded, unchanged, as this incarnation's snapshot of that very step: close flushes it."""
@@ -208,12 +217,19 @@ class Session:
         self, step: int, state: TrainState, metrics: Mapping[str, Any] | None, *, late: bool, flush: bool
     ) -> None:
         self._settle()
+        if flush:
+            self._auditor.begin(step)  # before anything can fail here and not elsewhere
+
+        def meta(flat: FlatState, plan: Plan) -> bytes:
+            compared = self._auditor.meta(step, flat, plan) if flush else {}
+            return describe(state, self._record, self._ranks.rank, facts, compared)
+
         try:
             facts = plain_metrics(metrics)
             self._snapshots.take(
                 step,
                 state,
-                lambda: describe(state, self._record, self._ranks.rank, facts),
+                meta,
                 late=late,
                 timeout_s=self._policy.slot_timeout_s,
                 waiting=self._hear_quietly,
@@ -272,7 +288,10 @@ class Session:
             self._note(progress)
 
     def _note(self, progress: Progress) -> None:
-        self.outcomes.note(progress)
+        if progress.stage != "equal" or self._ranks.rank == 0:
+            self.outcomes.note(progress)
+        if progress.incarnation == self._record.number:
+            self._auditor.note(progress)
         written = progress.stage == "voted" and progress.rank == self._ranks.rank
         if progress.incarnation == self._record.number and (written or progress.stage in FINISHED):
             pin = self._pins.pop(progress.step, None)
@@ -323,8 +342,15 @@ def adopted_of(record: IncarnationRecord) -> Key | None:
     return record.adopted_incarnation, record.adopted_step
 
 
-def describe(state: TrainState, record: IncarnationRecord, rank: int, metrics: dict[str, Any]) -> bytes:
-    """A snapshot's meta region: what the manifest gathers from the rank."""
+def describe(
+    state: TrainState,
+    record: IncarnationRecord,
+    rank: int,
+    metrics: dict[str, Any],
+    compared: Mapping[str, Any] = MappingProxyType({}),
+) -> bytes:
+    """A snapshot's meta region: what the manifest gathers from the rank. ``compared``: what its vote says of equality
+    (see :mod:`.auditing`)."""
     meta: dict[str, Any] = {
         "mesh": record.mesh,
         "coordinates": _coordinates(record.mesh, rank),
@@ -337,6 +363,7 @@ def describe(state: TrainState, record: IncarnationRecord, rank: int, metrics: d
         "facts": {},
     }
     meta.update(state.describe())
+    meta.update(compared)
     return write_meta(meta)
 
 

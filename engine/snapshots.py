@@ -20,7 +20,7 @@ from .memory.slots import WriteSlot
 from .memorytier import MemoryTier
 from .planning import LayoutPlanner
 from .ranks import Ranks
-from .snapshot.copier import Copier
+from .snapshot.copier import Copier, Plan
 from .snapshot.late import LateCopy
 from .state.trainstate import TrainState
 from .state.tree import FlatState
@@ -62,13 +62,14 @@ class Snapshots:
         self,
         step: int,
         state: TrainState,
-        meta: Callable[[], bytes],
+        meta: Callable[[FlatState, Plan], bytes],
         *,
         late: bool,
         timeout_s: float,
         waiting: Callable[[], None],
     ) -> None:
-        """Snapshot ``state`` as ``step``. With ``late`` some of it may be copied after this returns.
+        """Snapshot ``state`` as ``step``. With ``late`` some of it may be copied after this returns. ``meta`` makes
+        the meta region of the flattened state and its plan.
 
         Raises UnsupportedValue before anything is touched, CapacityError if no slot becomes free in time.
         """
@@ -76,7 +77,7 @@ class Snapshots:
         flat = state.flatten()
         plan = self._planner.plan(flat)
         late_leaves = self._late_leaves(flat, state) if late else frozenset()
-        meta_bytes = meta()
+        meta_bytes = meta(flat, plan)
         need = sum(-(-size // 4096) * 4096 for _, size in plan.regions(len(flat.state), len(meta_bytes)))
         arena = self._tier.arena
         slot = self._tier.begin(step, need, timeout_s=timeout_s, waiting=waiting)
@@ -127,6 +128,16 @@ class Snapshots:
         slot.publish(layout_hash)
         taken.whole = True
         self._settled()
+
+    def discard(self) -> bool:
+        """Give up the newest snapshot, so that its step can be taken again; whether it is gone (nobody reads it)."""
+        newest = self.newest
+        if newest is None or not newest.whole:
+            return False
+        if not self._tier.arena.discard(newest.slot, newest.generation):
+            return False
+        self.newest = None
+        return True
 
     def close(self) -> None:
         """Drop a running copy and the hooks."""

@@ -34,7 +34,7 @@ from everstep.store.flush import FlushJob, flush_rank
 from .journal import VOTED, JobEntry
 from .storage import Fence, in_our_words, patiently
 from .values import Progress
-from .verdict import GIVEN_UP, error_of, given_up, ranks_missing, stage_of, superseded
+from .verdict import GIVEN_UP, error_of, findings, given_up, ranks_missing, stage_of, superseded
 
 log = logging.getLogger("everstep.agent")
 
@@ -432,6 +432,9 @@ class Pipeline:
         _unpin(flush)
         if isinstance(decision, Manifest):
             stage, error = "committed", None
+            for about, said in findings(decision, self.backend.url):
+                log.warning("step %d: %s", flush.step, said)
+                self._say(flush, about, error=said)
         else:
             error = error or error_of(decision, self.backend.url)
             stage = stage_of(error)

@@ -87,9 +87,11 @@ class Progress:
     """One piece of news.
 
     ``stage`` of a rank: queued (accepted, and in the journal), written (its images are durable), voted; of a
-    step: committed, failed, abandoned, superseded; of no step (``NO_STEP``): superseded, rotated, and
-    agent_lost where nothing was unfinished. ``error`` is an error's ``to_wire()``; ``seconds`` count from the
-    acceptance of the flush; ``rank`` is the rank that it speaks of (-1: the whole step).
+    step: committed, failed, abandoned, superseded, and just before the first of these what the ranks' hashes
+    say: disagreement (replicas differ), equal (what each rank stores is equal on all), noticed; of no step
+    (``NO_STEP``): superseded, rotated, and agent_lost where nothing was unfinished. ``error`` is an error's
+    ``to_wire()``; ``seconds`` count from the acceptance of the flush; ``rank`` is the rank that it speaks of
+    (-1: the whole step).
     """
 
     step: int

@@ -5,12 +5,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from everstep.errors import EverstepError, RankError, SaveAbandoned, SaveFailed, Superseded
-from everstep.format.manifest import Abort, Decision
+from everstep.errors import EverstepError, RankError, ReplicasDiffer, SaveAbandoned, SaveFailed, Superseded
+from everstep.format.manifest import Abort, Decision, Manifest
+from everstep.plan.agreement import REFUSED, TOLD_BYTES_MIN, equality_text
 
 GIVEN_UP = "given up: "
 SUPERSEDED = "superseded: "
 """How such a reason begins."""
+
+DIFFER_HINT = (
+    "Load the newest checkpoint to make the ranks equal again; if the tensors are not meant to be equal, do not mark "
+    "them replicated="
+)
 
 
 def error_of(decision: Decision | None, tier: str) -> EverstepError:
@@ -21,8 +27,29 @@ def error_of(decision: Decision | None, tier: str) -> EverstepError:
     fields: dict[str, Any] = {"step": decision.step, "tier": tier, "rank": rank}
     if decision.reason.startswith(SUPERSEDED):
         return Superseded(decision.reason, **fields)
+    if decision.reason.startswith(REFUSED):
+        return ReplicasDiffer(
+            f"step {decision.step} did not become durable: {decision.reason}", hint=DIFFER_HINT, **fields
+        )
     kind = SaveAbandoned if decision.reason.startswith(GIVEN_UP) else SaveFailed
     return kind(f"step {decision.step} did not become durable: {decision.reason}", **fields)
+
+
+def findings(manifest: Manifest, tier: str) -> list[tuple[str, EverstepError]]:
+    """What the comparison of the ranks' hashes found, as (stage, message) of progress that every trainer hears."""
+    found: list[tuple[str, EverstepError]] = []
+    step, facts = manifest.step, manifest.facts
+    if "disagreements" in facts:
+        text = f"step {step} is durable, but {REFUSED}{facts['disagreements']['text']}"
+        found.append(("disagreement", ReplicasDiffer(text, hint=DIFFER_HINT, step=step, tier=tier)))
+    if "apart" in facts.get("audit", {}):
+        text = "the ranks count their audits apart, and compare nothing"
+        error = EverstepError(text, found=facts["audit"]["apart"], hint="Open the run anew", step=step)
+        found.append(("noticed", error))
+    if facts.get("equal", {}).get("saves", 0) >= TOLD_BYTES_MIN:
+        equal = EverstepError(equality_text(facts["equal"]), step=step, nbytes=facts["equal"]["saves"])
+        found.append(("equal", equal))
+    return found
 
 
 def stage_of(error: EverstepError) -> str:

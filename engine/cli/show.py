@@ -235,6 +235,8 @@ def _incarnation(record: IncarnationRecord) -> tuple[object, ...]:
 
 
 def _manifest_text(chosen: Listed) -> str:
+    from everstep.plan.agreement import equality_text
+
     m = chosen.manifest
     facts: dict[str, object] = {
         "step": f"{m.step} of incarnation {m.incarnation}, attempt {m.attempt} ({m.kind})",
@@ -248,5 +250,11 @@ def _manifest_text(chosen: Listed) -> str:
         "metrics": ", ".join(f"{key}={value}" for key, value in m.metrics.items()) or "none",
         "libraries": ", ".join(f"{name} {version}" for name, version in m.libraries.items()) or "none",
     }
+    if "equal" in m.facts:
+        facts["equal"] = equality_text(m.facts["equal"])
+    if "audit" in m.facts:
+        facts["audited"] = f"{m.facts['audit']['entries']} replicated tensors compared"
+    if "disagreements" in m.facts:
+        facts["differ"] = m.facts["disagreements"]["text"]
     width = max(map(len, facts))
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in facts.items())

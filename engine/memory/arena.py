@@ -336,6 +336,19 @@ class Arena:
 
     # -- writing
 
+    def discard(self, index: int, generation: int) -> bool:
+        """Free a snapshot of ours that is not worth keeping. False if the slot holds another one by now, or a living
+        process has it pinned. Superseded when another took the arena."""
+        with self._lock:
+            self._check_mine()
+            now, state = self._control.read_word(index)
+            if now != generation or state not in (SlotState.VALID, SlotState.SEALED):
+                return False
+            if self._control.living_pins(index):
+                return False
+            self._control.store_word(index, generation, SlotState.FREE)
+            return True
+
     def begin(self, incarnation: int, step: int, *, complete: tuple[int, int] | None) -> WriteSlot | None:
         """A slot to write the snapshot of ``step`` into, now WRITING; None when there is no room now.
 

@@ -23,6 +23,7 @@ from everstep.plan.lineage import Lineage
 
 from .asking import each, writing
 from .catalog import list_step, read_decision_at, read_layouts, read_numbered, read_vote, voted_ranks
+from .equality import equality_facts
 from .runs import now, read_incarnations
 
 COVERED_MAX = 64
@@ -81,9 +82,15 @@ async def try_commit(
     reason = await _objection(backend, [vote for _, vote in votes], world)
     if reason is None:
         reason = await _superseded(backend, step, incarnation)
+    facts: dict[str, Any] = {}
+    if reason is None:
+        try:
+            facts, reason = await equality_facts(backend, [vote for _, vote in votes])
+        except Damaged as error:
+            reason = None, str(error)
     if reason is not None:
         return await abort_attempt(backend, step, incarnation, attempt, reason=reason[1], rank=reason[0])
-    manifest = _manifest(votes, "shared" if backend.capabilities.shared else "node")
+    manifest = _manifest(votes, "shared" if backend.capabilities.shared else "node", facts)
     reach("manifest.before", names.decision(step, incarnation, attempt))
     decision = await _publish(backend, manifest, attempt)
     reach("manifest.after", names.decision(step, incarnation, attempt))
@@ -221,8 +228,8 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {some}" + (f" and {more} more" if more > 0 else "")
 
 
-def _manifest(votes: Sequence[tuple[bytes, Vote]], scope: str) -> Manifest:
-    """The manifest that the votes (by rank) make; run-wide values are rank 0's."""
+def _manifest(votes: Sequence[tuple[bytes, Vote]], scope: str, facts: dict[str, Any]) -> Manifest:
+    """The manifest that the votes (by rank) make; run-wide values are rank 0's. ``facts``: found by comparing."""
     first = votes[0][1]
     meta = first.meta
     return Manifest(
@@ -237,7 +244,7 @@ def _manifest(votes: Sequence[tuple[bytes, Vote]], scope: str) -> Manifest:
         config_hash=meta.get("config_hash"),
         libraries=dict(meta.get("libraries") or {}),
         metrics=dict(meta.get("metrics") or {}),
-        facts=dict(meta.get("facts") or {}),
+        facts={**(meta.get("facts") or {}), **facts},
         created=now(),
         scope=scope,
     )

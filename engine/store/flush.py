@@ -30,6 +30,7 @@ from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote, encode_vote
 
 from .asking import SMALL_BYTES_MAX, each, reading, writing
 from .catalog import read_decision_at, read_vote
+from .equality import HASHES, entry_hashes
 
 if TYPE_CHECKING:
     from everstep.memory.slots import Pinned
@@ -102,9 +103,14 @@ async def flush_rank(
                 limit=IMAGES_PARALLEL,
             )
         )
+    meta = read_meta(bytes(pinned.view(META_REGION)), f"slot of rank {job.rank}, meta")
+    hashes = (
+        await asyncio.to_thread(entry_hashes, pinned, encoded, meta, job.world) if HASHES in meta else None
+    )
     pinned.seal(records)
     pinned.check()
-    vote = _vote(job, pinned, records)
+    meta.pop(HASHES, None)
+    vote = _vote(job, pinned, records, hashes, meta)
     await _publish(backend, job, vote)
     return vote
 
@@ -284,7 +290,13 @@ def _check_sealed(
             )
 
 
-def _vote(job: FlushJob, pinned: Pinned, records: tuple[ImageRecord, ...]) -> Vote:
+def _vote(
+    job: FlushJob,
+    pinned: Pinned,
+    records: tuple[ImageRecord, ...],
+    hashes: dict[str, str] | None,
+    meta: dict[str, Any],
+) -> Vote:
     return Vote(
         step=job.step,
         incarnation=job.incarnation,
@@ -295,7 +307,8 @@ def _vote(job: FlushJob, pinned: Pinned, records: tuple[ImageRecord, ...]) -> Vo
         layout_hash=pinned.info.layout_hash,
         root=rank_root(records),
         images=records,
-        meta=read_meta(bytes(pinned.view(META_REGION)), f"slot of rank {job.rank}, meta"),
+        entry_hashes=hashes,
+        meta=meta,
     )
 
 

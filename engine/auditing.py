@@ -1,0 +1,157 @@
+"""What a rank's snapshot says so that the ranks' bytes can be compared: which entries are hashed, by whom, and when.
+
+Nothing is asked of other ranks here. All ranks take the same flushes, count them alike, and find the same entries for
+each; who counts otherwise (its snapshot failed where the others' did not) compares nothing, and that is noticed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from .agent.client import Progress
+from .format.layout import Entry, Scope
+from .plan.agreement import windows
+from .policy import Policy
+from .snapshot.copier import Plan
+from .snapshot.digests import digests
+from .state.tree import FlatState, Leaf
+from .store.equality import AUDIT, HASHES, asked
+
+STRUCTURES_MAX = 8
+"""Structures whose own tensors are hashed, each once: a state that changes its structure at every flush would be
+hashed at every one."""
+FLUSHES_MAX = 256
+"""Audits whose outcome is awaited."""
+
+AGREED_MIN = 3
+"""Flushes without a disagreement after which nothing is suspected any more. More than one: ranks hear of a
+disagreement at different times, and compare nothing as long as some have not."""
+
+Name = tuple[str, str]
+"""(part, key)."""
+_NONE: frozenset[Name] = frozenset()
+
+
+class Auditor:
+    """One rank's part in the comparison. Used from the trainer's thread only."""
+
+    def __init__(self, rank: int, world: int, policy: Policy) -> None:
+        self._rank = rank
+        self._world = world
+        self._every = policy.audit_every if world > 1 else None
+        self._policy = policy.on_disagreement
+        self._number = -1
+        self._step: int | None = None
+        self._plan: Plan | None = None
+        self._windows: list[list[list[int]]] = []
+        self._known: set[str] = set()
+        """Hashes of the layouts of which the ranks' own tensors were compared."""
+        self._asked: OrderedDict[int, tuple[str, frozenset[Name]]] = OrderedDict()
+        """By step, for flushes without a verdict: the layout, if its own tensors are hashed, and the audited names."""
+        self._suspects: frozenset[Name] = _NONE
+        """Of a disagreement; audited at every flush until they agree."""
+        self._agreed = 0
+
+    def begin(self, step: int) -> None:
+        """The snapshot of ``step`` is to be taken and flushed. A step that is tried again is the same audit."""
+        if step != self._step:
+            self._number += 1
+            self._step = step
+
+    def meta(self, step: int, flat: FlatState, plan: Plan) -> dict[str, Any]:
+        """What the snapshot's meta holds: nothing where there is nothing to compare. Hashes what other ranks store of
+        this rank's tensors, now."""
+        if self._world < 2:
+            return {}
+        entries = plan.layout.entries
+        window = self._window(flat, plan)
+        stored = [index for index in window if entries[index].image is not None]
+        live = [index for index in window if entries[index].image is None]
+        equal = plan.layout_hash not in self._known and len(self._known) < STRUCTURES_MAX
+        self._remember(step, plan.layout_hash if equal else "", [entries[index] for index in window])
+        found: dict[str, Any] = {}
+        if window:
+            found[AUDIT] = {"number": self._number, "on_disagreement": self._policy}
+        if window or equal:
+            found[HASHES] = asked(
+                stored=stored,
+                live=live,
+                digests=digests([_pieces(flat.leaves[index]) for index in live]),
+                equal=equal,
+            )
+        return found
+
+    def note(self, progress: Progress) -> None:
+        """Take in what became of a flush."""
+        differ = progress.stage == "disagreement" or (progress.stage == "failed" and _differ(progress))
+        if not differ and progress.stage != "committed":
+            return
+        layout_hash, names = self._asked.pop(progress.step, ("", _NONE))
+        if layout_hash and progress.stage != "failed":
+            self._known.add(layout_hash)
+        if differ and names:
+            # Those that are suspected already stay the only ones: which of all names differ is not said here.
+            self._suspects = self._suspects or names
+            self._agreed = 0
+        elif self._suspects and names >= self._suspects:
+            self._agreed += 1
+            if self._agreed >= AGREED_MIN:
+                self._suspects = _NONE
+
+    def _remember(self, step: int, layout_hash: str, window: list[Entry]) -> None:
+        names = frozenset((entry.part, entry.key) for entry in window)
+        self._asked.pop(step, None)
+        self._asked[step] = layout_hash, names
+        while len(self._asked) > FLUSHES_MAX:
+            self._asked.popitem(last=False)
+
+    def _window(self, flat: FlatState, plan: Plan) -> list[int]:
+        """Positions in the layout of what this audit compares."""
+        if not self._every:
+            return []
+        if self._plan is not plan:
+            self._windows = self._deal(flat, plan)
+            self._plan = plan
+        found = {index for some in self._windows for index in some[self._number % len(some)]}
+        if self._suspects:
+            for some in self._windows:
+                found |= {
+                    i for window in some for i in window if _name(plan.layout.entries[i]) in self._suspects
+                }
+        return sorted(found)
+
+    def _deal(self, flat: FlatState, plan: Plan) -> list[list[list[int]]]:
+        """By set of ranks that hold the same: its windows."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, (leaf, entry) in enumerate(zip(flat.leaves, plan.layout.entries, strict=True)):
+            if entry.nbytes and (sharers := _sharers(leaf, entry)) is not None:
+                groups.setdefault(sharers, []).append(index)
+        found = []
+        for _, group in sorted(groups.items()):
+            sizes = [
+                (entry.part, entry.key, entry.nbytes) for entry in (plan.layout.entries[i] for i in group)
+            ]
+            dealt = windows(sizes, self._every or 1, self._world)
+            found.append([[group[position] for position in window] for window in dealt])
+        return found
+
+
+def _sharers(leaf: Leaf, entry: Entry) -> tuple[int, ...] | None:
+    """The ranks that hold this very entry; () for all of them; None where no other rank does."""
+    if entry.scope is not Scope.GLOBAL:
+        return None
+    whole = len(entry.boxes) == 1 and entry.boxes[0].lengths == entry.shape
+    return () if whole else None
+
+
+def _pieces(leaf: Leaf) -> tuple[Any, ...]:
+    return (leaf.tensor,)
+
+
+def _name(entry: Entry) -> Name:
+    return entry.part, entry.key
+
+
+def _differ(progress: Progress) -> bool:
+    return progress.error is not None and progress.error.get("type") == "ReplicasDiffer"
