@@ -49,6 +49,8 @@ class Auditor:
         """Hashes of the layouts of which the ranks' own tensors were compared."""
         self._asked: OrderedDict[int, tuple[str, frozenset[Name]]] = OrderedDict()
         """By step, for flushes without a verdict: the layout, if its own tensors are hashed, and the audited names."""
+        self._unflushed: int | None = None
+        """The newest step of these that was not to be flushed when it was taken: dropped with the next one."""
         self._suspects: frozenset[Name] = _NONE
         """Of a disagreement; audited at every flush until they agree."""
         self._agreed = 0
@@ -59,17 +61,20 @@ class Auditor:
             self._number += 1
             self._step = step
 
-    def meta(self, step: int, flat: FlatState, plan: Plan) -> dict[str, Any]:
-        """What the snapshot's meta holds: nothing where there is nothing to compare. Hashes what other ranks store of
-        this rank's tensors, now."""
+    def meta(self, step: int, flat: FlatState, plan: Plan, *, flush: bool) -> dict[str, Any]:
+        """What the snapshot's meta holds: nothing where there is nothing to compare. With ``flush`` it hashes, now,
+        what other ranks store of this rank's tensors; a snapshot that may be flushed later asks for the agent's
+        hashes only."""
         if self._world < 2:
             return {}
         entries = plan.layout.entries
-        window = self._window(flat, plan)
+        window = self._window(flat, plan) if flush else []
         stored = [index for index in window if entries[index].image is not None]
         live = [index for index in window if entries[index].image is None]
         equal = plan.layout_hash not in self._known and len(self._known) < STRUCTURES_MAX
-        self._remember(step, plan.layout_hash if equal else "", [entries[index] for index in window])
+        if window or equal:
+            names = frozenset(_name(entries[index]) for index in window)
+            self._remember(step, plan.layout_hash if equal else "", names, flush=flush)
         found: dict[str, Any] = {}
         if window:
             found[AUDIT] = {"number": self._number, "on_disagreement": self._policy}
@@ -99,8 +104,10 @@ class Auditor:
             if self._agreed >= AGREED_MIN:
                 self._suspects = _NONE
 
-    def _remember(self, step: int, layout_hash: str, window: list[Entry]) -> None:
-        names = frozenset((entry.part, entry.key) for entry in window)
+    def _remember(self, step: int, layout_hash: str, names: frozenset[Name], *, flush: bool) -> None:
+        if self._unflushed is not None:
+            self._asked.pop(self._unflushed, None)
+        self._unflushed = None if flush else step
         self._asked.pop(step, None)
         self._asked[step] = layout_hash, names
         while len(self._asked) > FLUSHES_MAX:

@@ -221,7 +221,7 @@ class Session:
             self._auditor.begin(step)  # before anything can fail here and not elsewhere
 
         def meta(flat: FlatState, plan: Plan) -> bytes:
-            compared = self._auditor.meta(step, flat, plan) if flush else {}
+            compared = self._auditor.meta(step, flat, plan, flush=flush)
             return describe(state, self._record, self._ranks.rank, facts, compared)
 
         try:

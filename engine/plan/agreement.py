@@ -18,7 +18,7 @@ from ..format.entries import Box, Entry, Scope
 AUDIT_BYTES = 256 << 20
 """What a rank reads at one flush to audit the replicated entries that it shares with one set of ranks; one entry is
 not cut, so the largest may come on top."""
-HASHES_MAX = 1 << 20
+HASHES_MAX = 1 << 18
 """Entry hashes in all votes of one attempt together: the committing agent reads them all."""
 NAMED_MAX = 8
 """Disagreements, and ranks of each, that a text names; more are counted."""

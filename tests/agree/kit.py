@@ -22,9 +22,9 @@ Forks = Callable[[Callable[..., object]], Forked]
 class Rank:
     """One rank in its process: it trains nothing, saves, and notes what it hears."""
 
-    def __init__(self, rank: int, root: Path, policy: dict[str, Any], options: dict[str, Any]) -> None:
+    def __init__(self, rank: int, root: Path, policy: dict[str, Any], memory: everstep.Memory | None) -> None:
         self.rank = rank
-        self.ckpt = opened(root, policy=policy, memory=None, **options)
+        self.ckpt = opened(root, policy=policy, memory=memory)
         self.heard: list[str] = []
         self.outcomes: list[str] = []
 
@@ -72,7 +72,7 @@ def job(
     world: int = 3,
     gloo: bool = False,
     policy: dict[str, Any] | None = None,
-    **options: Any,
+    memory: everstep.Memory | None = None,
 ) -> list[dict[str, Any]]:
     """Run ``body`` on all ranks; what each heard: its warnings, the outcomes of its saves, what body gave."""
     with socket.socket() as free:
@@ -89,7 +89,7 @@ def job(
             }
             if gloo:
                 torch.distributed.init_process_group("gloo")
-            one = Rank(rank, root, dict(policy or {}), options)
+            one = Rank(rank, root, dict(policy or {}), memory)
             given = body(one)
             say(json.dumps({**one.end(), "given": given}))
 

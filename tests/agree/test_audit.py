@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.facade.kit import steps_on_disk
+
 from .kit import Forks, Rank, decisions, facts, job
 
 KEYS = 6
@@ -52,7 +54,10 @@ def test_one_flipped_bit_is_named_with_its_rank_and_the_checkpoint_says_so(forke
     assert any("disagreement" in path.read_text() for path in root.glob("events/*.jsonl"))
 
 
-def test_refused_by_all_ranks_and_saved_again_once_they_agree(forked: Forks, root: Path) -> None:
+@pytest.mark.parametrize("memory", [None, everstep.Memory(bytes=1 << 20)], ids=["staging", "memory"])
+def test_refused_by_all_ranks_and_saved_again_once_they_agree(
+    forked: Forks, root: Path, memory: everstep.Memory | None
+) -> None:
     def body(one: Rank) -> None:
         parts = tensors()
         if one.rank == 2:
@@ -63,7 +68,8 @@ def test_refused_by_all_ranks_and_saved_again_once_they_agree(forked: Forks, roo
         one.save(1, marked(parts))
         one.save(2, marked(parts))
 
-    told = job(forked, root, body, policy={"audit_every": 1, "on_disagreement": "refuse"})
+    refusing = {"audit_every": 1, "on_disagreement": "refuse"}
+    told = job(forked, root, body, policy=refusing, memory=memory)
     for rank in told:
         first, again, next_one = rank["outcomes"]
         assert first.startswith("ReplicasDiffer: ") and "model/w3" in first and "rank 2" in first
@@ -124,6 +130,36 @@ def test_what_differed_is_looked_at_until_it_agrees(forked: Forks, root: Path) -
         assert found < 3 and all(bad[found:7]) and not any(bad[7:])
     assert told[0]["outcomes"] == told[1]["outcomes"]
     assert "rank 0 and rank 1" in told[0]["outcomes"][6], "two ranks have no majority"
+
+
+def test_steps_of_the_schedule_are_audited_too(forked: Forks, root: Path) -> None:
+    """With late copies and slots in memory; a snapshot that is not flushed is not hashed."""
+
+    def body(one: Rank) -> None:
+        parts = tensors()
+        parameter = nn.Parameter(torch.ones(256))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        state = marked(parts, optimizer=optimizer, own={"p": parameter})
+        for step in range(1, 7):
+            parameter.grad = torch.ones(256)
+            optimizer.step()
+            if one.rank == 1 and step == 3:
+                flip(parts["w5"])
+            handle = one.ckpt.step(step, state)
+            if handle is not None:
+                handle.wait()
+            one.meet()
+
+    memory = everstep.Memory(bytes=1 << 20, copy="overlap")
+    job(
+        forked, root, body, world=2, memory=memory, policy={"audit_every": 1, "full_every": 2, "keep_last": 9}
+    )
+    first, *rest = steps_on_disk(root)
+    assert first < 3 and len(rest) == 2
+    assert "disagreements" not in facts(root, first) and facts(root, first)["audit"]["entries"] == KEYS
+    for number, step in enumerate(rest, 1):
+        assert facts(root, step)["disagreements"]["entries"][0]["key"] == "w5"
+        assert facts(root, step)["audit"]["number"] == number
 
 
 def test_an_audit_that_is_off_says_and_costs_nothing(

@@ -42,6 +42,20 @@ def test_equal_tensors_are_told_once_with_what_marking_them_would_save(forked: F
     assert any('"equal"' in path.read_text() for path in root.glob("events/*.jsonl"))
 
 
+def test_a_snapshot_that_is_saved_later_says_it_too(forked: Forks, root: Path) -> None:
+    def body(one: Rank) -> None:
+        state = everstep.TrainState(model={"w": torch.ones(300_000)})
+        for step in (1, 2, 3):
+            one.ckpt.step(step, state)
+            one.meet()
+        one.save(3, state)
+
+    memory = everstep.Memory(bytes=4 << 20)
+    told = job(forked, root, body, world=2, memory=memory)
+    assert facts(root, 3)["equal"]["saves"] == 1_200_000
+    assert len(told[0]["heard"]) == 1
+
+
 def test_nothing_is_said_of_what_differs(forked: Forks, root: Path) -> None:
     def body(one: Rank) -> None:
         one.save(1, everstep.TrainState(own={"t": torch.full((500_000,), float(one.rank))}))
