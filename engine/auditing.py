@@ -15,7 +15,7 @@ from .plan.agreement import windows
 from .policy import Policy
 from .snapshot.copier import Plan
 from .snapshot.digests import digests
-from .state.tree import FlatState, Leaf
+from .state.tree import FlatState, Leaf, ShardedLeaf
 from .store.equality import AUDIT, HASHES, asked
 
 STRUCTURES_MAX = 8
@@ -82,7 +82,7 @@ class Auditor:
             found[HASHES] = asked(
                 stored=stored,
                 live=live,
-                digests=digests([_pieces(flat.leaves[index]) for index in live]),
+                digests=digests([flat.leaves[index].pieces for index in live]),
                 equal=equal,
             )
         return found
@@ -148,12 +148,9 @@ def _sharers(leaf: Leaf, entry: Entry) -> tuple[int, ...] | None:
     """The ranks that hold this very entry; () for all of them; None where no other rank does."""
     if entry.scope is not Scope.GLOBAL:
         return None
-    whole = len(entry.boxes) == 1 and entry.boxes[0].lengths == entry.shape
-    return () if whole else None
-
-
-def _pieces(leaf: Leaf) -> tuple[Any, ...]:
-    return (leaf.tensor,)
+    if not isinstance(leaf, ShardedLeaf):
+        return ()
+    return leaf.holders if leaf.holders is not None and len(leaf.holders) > 1 else None
 
 
 def _name(entry: Entry) -> Name:

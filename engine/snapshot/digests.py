@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 import torch
@@ -11,22 +10,13 @@ import xxhash
 
 PIECE_BYTES = 16 << 20
 """What is copied at a time of a tensor that is not one run of host memory."""
-THREADS_MAX = 8
-ALONE_BYTES = 8 << 20
-"""Less than this the calling thread hashes alone."""
 
 
-def digests(tensors: Sequence[Sequence[torch.Tensor]], *, threads: int | None = None) -> list[bytes]:
+def digests(tensors: Iterable[Sequence[torch.Tensor]]) -> list[bytes]:
     """For each item the XXH3-128 hash (16 bytes) of its tensors' elements in row-major order, one tensor behind the
-    other. Contiguous host memory is read in place; anything else in copies of at most :data:`PIECE_BYTES` (or one
-    element). ``threads`` (default: as many as torch uses) share the work; the interpreter lock is not held
-    meanwhile."""
-    nbytes = sum(tensor.nbytes for item in tensors for tensor in item)
-    workers = min(threads or torch.get_num_threads(), THREADS_MAX, len(tensors))
-    if workers <= 1 or nbytes < ALONE_BYTES or not all(tensor.is_cpu for item in tensors for tensor in item):
-        return [_digest(item) for item in tensors]
-    with ThreadPoolExecutor(workers, thread_name_prefix="everstep-digest") as pool:
-        return list(pool.map(_digest, tensors))
+    other. Contiguous host memory is read in place, at about the speed of memory; anything else in copies of at most
+    :data:`PIECE_BYTES` (or one element)."""
+    return [_digest(item) for item in tensors]
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> bytes:

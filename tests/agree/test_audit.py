@@ -9,6 +9,8 @@ import everstep
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.facade.kit import steps_on_disk
 
@@ -203,3 +205,42 @@ def test_parameters_under_ddp_are_audited(forked: Forks, root: Path) -> None:
     assert entry["ranks"] == [[0], [1]] and entry["odd"] == []
     for rank in told:
         assert any("exp_avg" in text and "replicas differ" in text for text in rank["heard"])
+
+
+def test_shards_are_compared_among_those_who_hold_the_same(forked: Forks, root: Path) -> None:
+    """Halves of one tensor, each held by two ranks, and a tensor of which each rank holds its own quarter."""
+
+    def body(one: Rank) -> None:
+        half, peers = one.rank % 2, (one.rank % 2, one.rank % 2 + 2)
+        data = torch.arange(8.0).view(4, 2) + 100 * half
+        quarter = torch.full((2,), float(one.rank))
+        both = everstep.Shards((8, 2), [((4 * half, 0), (4, 2))], [data], holders=peers)
+        alone = everstep.Shards((8,), [((2 * one.rank,), (2,))], [quarter])
+        state = everstep.TrainState(rng=False, model={"both": both, "alone": alone})
+        one.save(1, state)
+        if one.rank == 3:
+            data[2, 1] = -1.0
+        one.save(2, state)
+
+    told = job(forked, root, body, world=4, policy={"audit_every": 1})
+    assert [rank["outcomes"] for rank in told] == [["", ""]] * 4
+    assert facts(root, 1) == {"audit": {"number": 0, "entries": 2}}
+    (entry,) = facts(root, 2)["disagreements"]["entries"]
+    assert (entry["key"], entry["ranks"], entry["odd"]) == ("both@4,0:4,2", [[1], [3]], [])
+    assert entry["stored"] in (1, 3)
+
+
+def test_replicas_of_dtensors_are_audited(forked: Forks, root: Path) -> None:
+    def body(one: Rank) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        weight = distribute_tensor(torch.arange(12.0).view(6, 2), mesh, [Replicate(), Shard(0)])
+        state = everstep.TrainState(rng=False, model={"w": weight})
+        one.save(1, state)
+        if one.rank == 1:
+            weight.to_local()[0, 0] += 1
+        one.save(2, state)
+
+    job(forked, root, body, world=4, gloo=True, policy={"audit_every": 1, "on_disagreement": "refuse"})
+    assert facts(root, 1) == {"audit": {"number": 0, "entries": 2}}
+    (refusal,) = decisions(root, 2)
+    assert "model/w@3,0:3,2 is different on rank 1 and rank 3" in str(refusal)
