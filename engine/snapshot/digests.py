@@ -26,7 +26,7 @@ def _digest(tensors: Sequence[torch.Tensor]) -> bytes:
         for tensor in tensors:
             if tensor.numel():
                 for run in _runs(tensor.detach()):
-                    state.update(memoryview(run.numpy()))
+                    state.update(run.numpy().data)
     value: bytes = state.digest()
     return value
 
@@ -39,7 +39,7 @@ def _runs(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         if flat.is_cpu:
             yield flat
             return
-        for piece in flat.split(PIECE_BYTES):
+        for piece in torch.split(flat, PIECE_BYTES):
             yield piece.cpu()
         return
     if tensor.dim() == 0 or tensor.nbytes <= PIECE_BYTES:
@@ -48,5 +48,5 @@ def _runs(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     row_bytes = prod(tensor.shape[1:]) * tensor.element_size()
     rows = PIECE_BYTES // row_bytes
-    for part in tensor.split(rows) if rows else tensor.unbind():
+    for part in torch.split(tensor, rows) if rows else tensor.unbind():
         yield from _runs(part)
