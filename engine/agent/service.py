@@ -393,6 +393,9 @@ class Service:
     def pin_of(member: Member, slot: int, generation: int) -> Callable[[], Pinned]:
         return functools.partial(member.arena.pin, slot, generation, purpose=Purpose.FLUSH)
 
+    def local_ranks(self, incarnation: int) -> set[int]:
+        return {member.rank for member in self.members.all() if member.incarnation == incarnation}
+
     async def stand_in(self, flush: Flush, missing: list[int]) -> list[int]:
         lost = []
         for rank in missing:

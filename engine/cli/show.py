@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from everstep.format.layout import Layout
     from everstep.format.manifest import Manifest
     from everstep.format.records import IncarnationRecord
+
+DATA_RANKS_MAX = 16
+"""Ranks whose position in the data is shown."""
 
 VALUES_DEPTH_MAX = 12
 VALUES_ITEMS_MAX = 200
@@ -84,6 +88,8 @@ class Detail:
     by_part: dict[str, int] = field(default_factory=dict)
     by_dtype: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     """(part, dtype) -> (tensors, bytes), over all ranks; what has one owner counts once."""
+    data: dict[int, Any] = field(default_factory=dict)
+    """Position in the data by rank, of the first ranks."""
     values: dict[str, Any] | None = None
 
 
@@ -103,13 +109,22 @@ def _detail(run: str, found: Survey, manifest: Manifest, rank: int | None) -> De
 
 async def _read_detail(backend: Backend, chunk_bytes: int, manifest: Manifest, rank: int | None) -> Detail:
     from everstep.errors import NoCheckpoint
-    from everstep.store.catalog import read_layouts
+    from everstep.store.asking import each
+    from everstep.store.catalog import read_layout
     from everstep.store.sources import DurableSource
 
     detail = Detail()
-    layouts = await read_layouts(backend, {record.layout_hash for record in manifest.ranks})
-    for record in manifest.ranks:
-        _add_sizes(detail, layouts[record.layout_hash], record.images)
+    # One layout after the other: those of a large job together would fill the memory.
+    for layout_hash, ranks in Counter(record.layout_hash for record in manifest.ranks).items():
+        _add_sizes(detail, await read_layout(backend, layout_hash), ranks)
+    detail.by_part["plain values"] = sum(record.state_nbytes for record in manifest.ranks)
+    source = DurableSource(backend, manifest, chunk_bytes)
+    some = [record.rank for record in manifest.ranks[:DATA_RANKS_MAX]]
+    detail.data = {
+        one: meta["data"]
+        for one, meta in zip(some, await each(some, source.meta), strict=True)
+        if meta.get("data")
+    }
     if rank is not None:
         if rank not in {record.rank for record in manifest.ranks}:
             raise NoCheckpoint(
@@ -117,20 +132,18 @@ async def _read_detail(backend: Backend, chunk_bytes: int, manifest: Manifest, r
                 found=f"{manifest.world} ranks",
                 step=manifest.step,
             )
-        source = DurableSource(backend, manifest, chunk_bytes)
         detail.values = _plain_values(await source.state(rank), await source.layout(rank))
     return detail
 
 
-def _add_sizes(detail: Detail, layout: Layout, images: dict[str, int]) -> None:
-    part_of = {spec.name: spec.part for spec in layout.images}
-    for image, nbytes in images.items():
-        part = part_of.get(image, "plain values")
-        detail.by_part[part] = detail.by_part.get(part, 0) + nbytes
+def _add_sizes(detail: Detail, layout: Layout, ranks: int) -> None:
+    """Count what ``ranks`` ranks store that have this layout."""
+    for spec in layout.images:
+        detail.by_part[spec.part] = detail.by_part.get(spec.part, 0) + ranks * spec.nbytes
     for entry in layout.entries:
         if entry.image is not None:
             tensors, nbytes = detail.by_dtype.get((entry.part, entry.dtype), (0, 0))
-            detail.by_dtype[entry.part, entry.dtype] = tensors + 1, nbytes + entry.nbytes
+            detail.by_dtype[entry.part, entry.dtype] = tensors + ranks, nbytes + ranks * entry.nbytes
 
 
 def _plain_values(state: bytes, layout: Layout) -> dict[str, Any]:
@@ -182,6 +195,7 @@ def _as_json(found: Survey, chosen: Listed | None, detail: Detail | None) -> dic
             "nbytes": chosen.nbytes,
             "manifest": dataclasses.asdict(chosen.manifest),
             "parts": detail.by_part,
+            "data": {str(rank): position for rank, position in detail.data.items()},
             "dtypes": [
                 {"part": part, "dtype": dtype, "tensors": tensors, "nbytes": nbytes}
                 for (part, dtype), (tensors, nbytes) in detail.by_dtype.items()
@@ -205,7 +219,7 @@ def _as_text(found: Survey, chosen: Listed | None, detail: Detail | None) -> str
     if chosen is None or detail is None:
         blocks.append("no checkpoint yet")
         return "\n\n".join(blocks)
-    blocks.append(_manifest_text(chosen))
+    blocks.append(_manifest_text(chosen, detail))
     sizes = [
         (part, dtype, tensors, human_bytes(nbytes))
         for (part, dtype), (tensors, nbytes) in detail.by_dtype.items()
@@ -234,7 +248,7 @@ def _incarnation(record: IncarnationRecord) -> tuple[object, ...]:
     )
 
 
-def _manifest_text(chosen: Listed) -> str:
+def _manifest_text(chosen: Listed, detail: Detail) -> str:
     from everstep.plan.agreement import equality_text
 
     m = chosen.manifest
@@ -245,8 +259,8 @@ def _manifest_text(chosen: Listed) -> str:
         "size": human_bytes(chosen.nbytes),
         "world": f"{m.world}" + "".join(f", {dim}={size}" for dim, size in m.mesh.items()),
         "parts": ", ".join(f"{part} ({about.get('class', '?')})" for part, about in m.parts.items()),
-        "data": "; ".join(f"rank {r.rank}: {r.data}" for r in m.ranks if r.data) or "none",
-        "rng": ", ".join(m.ranks[0].rng) if m.ranks and m.ranks[0].rng else "none",
+        "data": _data_text(detail, m.world),
+        "rng": ", ".join(m.rng) or "none",
         "metrics": ", ".join(f"{key}={value}" for key, value in m.metrics.items()) or "none",
         "libraries": ", ".join(f"{name} {version}" for name, version in m.libraries.items()) or "none",
     }
@@ -258,3 +272,10 @@ def _manifest_text(chosen: Listed) -> str:
         facts["differ"] = m.facts["disagreements"]["text"]
     width = max(map(len, facts))
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in facts.items())
+
+
+def _data_text(detail: Detail, world: int) -> str:
+    if not detail.data:
+        return "none"
+    more = f"; of {world} ranks" if world > DATA_RANKS_MAX else ""
+    return "; ".join(f"rank {rank}: {position}" for rank, position in detail.data.items()) + more

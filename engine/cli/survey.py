@@ -92,4 +92,4 @@ async def read_survey(backend: Backend) -> Survey:
 
 def stored_bytes(manifest: Manifest) -> int:
     """Bytes of all images of all ranks."""
-    return sum(sum(record.images.values()) for record in manifest.ranks)
+    return sum(record.nbytes for record in manifest.ranks)

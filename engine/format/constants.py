@@ -1,10 +1,13 @@
-"""Constants of format version 1 (FORMAT.md). Stored values are never renumbered."""
+"""Constants of the stored format (FORMAT.md). Stored values are never renumbered."""
 
 from __future__ import annotations
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""What this release writes."""
+READABLE_VERSIONS = (1, 2)
+"""What this release reads."""
 SUPPORTED_FEATURES: frozenset[str] = frozenset()
-"""Required features of a run that this release understands. Version 1 defines none yet."""
+"""Required features of a run that this release understands. None is defined yet."""
 
 HASH_ID = "xxh3-128"
 HASH_BYTES = 16

@@ -37,6 +37,12 @@ def is_hash(text: object) -> bool:
     return isinstance(text, str) and _HASH_TEXT.fullmatch(text) is not None
 
 
+def all_hashes(texts: Sequence[str]) -> bool:
+    """Whether all of ``texts`` are hashes in text form; quick for many."""
+    digits = "".join(texts)
+    return all(len(text) == HASH_DIGITS for text in texts) and not digits.strip("0123456789abcdef")
+
+
 def chunk_count(nbytes: int, chunk_bytes: int) -> int:
     """Number of chunks of an image of ``nbytes``: the last one may be short, an empty image has none."""
     return -(-nbytes // chunk_bytes)

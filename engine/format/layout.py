@@ -3,8 +3,9 @@
 A layout is per rank, content-addressed (by the hash of its canonical bytes) and stored once per run. Its
 values are defined in :mod:`.entries` and offered here too.
 
-The canonical bytes are columns (one array per field over all entries), which are quick to read and compress
-well. What can be derived is not stored: sizes follow from dtypes and boxes, image headers from the entries.
+The canonical bytes (:mod:`.fields`) are columns, one per field over all entries, which are quick to read and
+compress well. What can be derived is not stored: sizes follow from dtypes and boxes, image headers from the
+entries, places from the order that writers keep.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-import msgspec
 import zstandard
 
 from ..errors import Damaged, UnknownFormat, UnsupportedValue
@@ -22,8 +22,8 @@ from . import images
 from .constants import AXES_MAX, FORMAT_VERSION, HASH_BYTES, HEADER_BYTES_MAX, LAYOUT_BYTES_MAX, SIZE_MAX
 from .dtypes import DTYPES, Dtype, header_type
 from .entries import Box, Entry, EntrySpec, ImageSpec, Layout, Scope
+from .fields import Fields, encode_fields, read_fields
 from .hashing import digest, hexdigest
-from .sealed import UPGRADE_HINT
 from .vote import STATE_IMAGE
 from .zstd import inflate
 
@@ -41,6 +41,7 @@ __all__ = [
     "encode",
     "layout_hash",
     "open_layout",
+    "proved",
 ]
 
 _MAGIC = b"EVSTLAYT"
@@ -71,36 +72,6 @@ class _Row:
     nbytes: int
 
 
-class _Columns(msgspec.Struct, forbid_unknown_fields=True):
-    """The stored form. ``image`` is 0 where nothing is stored, else 1 + index into ``images``; ``begin``
-    counts from the first data byte of the image; ``boxes`` is nil for one full box, else all offsets and
-    lengths."""
-
-    v: int
-    images: list[str]
-    image_part: list[str]
-    image_bytes: list[int]
-    parts: list[str]
-    dtypes: list[str]
-    part: list[int]
-    key: list[str]
-    dtype: list[int]
-    scope: list[int]
-    shape: list[tuple[int, ...]]
-    boxes: list[tuple[int, ...] | None]
-    image: list[int]
-    begin: list[int]
-
-
-class _Version(msgspec.Struct):
-    v: int
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Columns)
-_version_decoder = msgspec.msgpack.Decoder(_Version)
-
-
 # ---------------------------------------------------------------------------------------------- building
 
 
@@ -126,14 +97,31 @@ def build_layout(specs: Sequence[EntrySpec]) -> Layout:
 
 
 def _place(rows: list[_Row], images_count: int) -> None:
-    """Set ``begin`` of all stored rows."""
+    """Set ``begin`` of all stored rows to the usual place."""
+    places = usual_places(
+        [row.dtype.bits for row in rows],
+        [row.image for row in rows],
+        [row.nbytes for row in rows],
+        images_count,
+    )
+    for row, begin in zip(rows, places, strict=True):
+        row.begin = begin
+
+
+def usual_places(
+    bits: Sequence[int], image: Sequence[int | None], nbytes: Sequence[int], images_count: int
+) -> list[int]:
+    """Where each entry's first byte lies behind its image's header (0 where it is not stored), as writers
+    place them: by the size of an element, largest first, then in order, without holes."""
     ends = [0] * images_count
-    stored = [index for index, row in enumerate(rows) if row.image is not None]
-    for index in sorted(stored, key=lambda index: -rows[index].dtype.bits):
-        row = rows[index]
-        assert row.image is not None
-        row.begin = ends[row.image]
-        ends[row.image] += row.nbytes
+    places = [0] * len(bits)
+    stored = [index for index, one in enumerate(image) if one is not None]
+    for index in sorted(stored, key=lambda index: -bits[index]):
+        of = image[index]
+        assert of is not None
+        places[index] = ends[of]
+        ends[of] += nbytes[index]
+    return places
 
 
 def _image_names(parts: Iterable[str]) -> list[str]:
@@ -161,7 +149,7 @@ def _checked(
         raise _Invalid(f"{part}/{key}", f"shape {shape[: AXES_MAX + 1]} is not possible")
     if _is_whole(boxes, shape):
         pass
-    elif scope is Scope.RANK:
+    elif scope is not Scope.GLOBAL:
         raise _Invalid(f"{part}/{key}", "an entry of one rank alone must be whole")
     else:
         nbytes = 0
@@ -217,7 +205,7 @@ def _assemble(rows: list[_Row], names: list[str], parts: list[str]) -> Layout:
             if row.part != parts[row.image]:
                 raise _Invalid(f"{row.part}/{row.key}", "stored in the image of another part")
             members[row.image].append(index)
-        elif row.scope is Scope.RANK:
+        elif row.scope is not Scope.GLOBAL:
             raise _Invalid(f"{row.part}/{row.key}", "an entry of one rank alone must be stored by it")
         seen.add((row.part, row.key))
     if len(seen) != len(rows):
@@ -272,27 +260,42 @@ def _image_spec(rows: list[_Row], members: list[int], name: str, part: str) -> I
 
 def encode(layout: Layout) -> bytes:
     """The canonical bytes of ``layout``: equal layouts give equal bytes, whoever encodes them."""
-    parts: dict[str, int] = {}
-    dtypes: dict[str, int] = {}
     headers = [len(image.header) for image in layout.images]
     entries = layout.entries
-    columns = _Columns(
-        v=FORMAT_VERSION,
-        images=[image.name for image in layout.images],
-        image_part=[image.part for image in layout.images],
-        image_bytes=[image.nbytes - len(image.header) for image in layout.images],
-        part=[parts.setdefault(entry.part, len(parts)) for entry in entries],
-        parts=list(parts),
-        dtype=[dtypes.setdefault(entry.dtype, len(dtypes)) for entry in entries],
-        dtypes=list(dtypes),
-        key=[entry.key for entry in entries],
-        scope=[int(entry.scope) for entry in entries],
-        shape=[entry.shape for entry in entries],
-        boxes=[_flat_boxes(entry.boxes, entry.shape) for entry in entries],
-        image=[0 if entry.image is None else 1 + entry.image for entry in entries],
-        begin=[0 if entry.image is None else entry.offset - headers[entry.image] for entry in entries],
+    begin: list[int] | None = [
+        0 if entry.image is None else entry.offset - headers[entry.image] for entry in entries
+    ]
+    if begin == _usual(entries, len(layout.images)):
+        begin = None
+    parts: dict[str, int] = {}
+    dtypes: dict[str, int] = {}
+    return encode_fields(
+        Fields(
+            images=[image.name for image in layout.images],
+            image_part=[image.part for image in layout.images],
+            image_bytes=[image.nbytes - len(image.header) for image in layout.images],
+            part=[parts.setdefault(entry.part, len(parts)) for entry in entries],
+            parts=list(parts),
+            dtype=[dtypes.setdefault(entry.dtype, len(dtypes)) for entry in entries],
+            dtypes=list(dtypes),
+            key=[entry.key for entry in entries],
+            scope=[int(entry.scope) for entry in entries],
+            shape=[entry.shape for entry in entries],
+            boxes=[_flat_boxes(entry.boxes, entry.shape) for entry in entries],
+            image=[0 if entry.image is None else 1 + entry.image for entry in entries],
+            begin=begin,
+        )
     )
-    return _encoder.encode(columns)
+
+
+def _usual(entries: Sequence[Entry], images_count: int) -> list[int]:
+    """Where the entries would begin if they were placed as writers do."""
+    return usual_places(
+        [DTYPES[entry.dtype].bits for entry in entries],
+        [None if entry.image is None else entry.image for entry in entries],
+        [entry.nbytes for entry in entries],
+        images_count,
+    )
 
 
 def _flat_boxes(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -302,89 +305,69 @@ def _flat_boxes(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> tuple[int, ..
 
 
 def decode(data: bytes, name: str = "layout") -> Layout:
-    """The layout whose canonical bytes are ``data``.
+    """The layout whose canonical bytes are ``data``, of this format version or a former one.
 
-    Every rule is checked, sizes first; bytes that :func:`encode` would not have written are refused. Raises
-    :class:`Damaged`, or :class:`UnknownFormat` for another version or a dtype unknown here; both name
-    ``name``. That the bytes are the ones asked for is the caller's check (:func:`layout_hash`, or
+    Every rule is checked, sizes first; bytes of this version that :func:`encode` would not have written are
+    refused. Raises :class:`Damaged`, or :class:`UnknownFormat` for another version or a dtype unknown here;
+    both name ``name``. That the bytes are the ones asked for is the caller's check (:func:`layout_hash`, or
     :func:`open_layout`).
     """
-    if len(data) > LAYOUT_BYTES_MAX:
-        raise Damaged(
-            "the layout is too large", name=name, found=len(data), expected=f"<= {LAYOUT_BYTES_MAX}"
-        )
-    columns = _decode_columns(data, name)
+    version, fields = read_fields(data, name)
+    unknown = [dtype for dtype in fields.dtypes if dtype not in DTYPES]
+    if unknown:
+        raise UnknownFormat("the layout has dtypes that this release does not know", name=name, found=unknown)
     try:
-        rows = _rows(columns)
-        layout = _assemble(rows, columns.images, columns.image_part)
-        if [image.nbytes - len(image.header) for image in layout.images] != columns.image_bytes:
+        rows = _rows(fields, scopes=len(Scope) if version > 1 else Scope.FIRST.value)
+        layout = _assemble(rows, fields.images, fields.image_part)
+        if [image.nbytes - len(image.header) for image in layout.images] != fields.image_bytes:
             raise _Invalid("images", "sizes are not those of the entries")
-        if encode(layout) != data:
+        if version == FORMAT_VERSION and encode(layout) != data:
             raise _Invalid("layout", "bytes are not canonical")
     except _Invalid as problem:
         raise Damaged("the layout breaks a rule", name=name, found=str(problem)) from None
     return layout
 
 
-def _decode_columns(data: bytes, name: str) -> _Columns:
-    try:
-        columns = _decoder.decode(data)
-        version = columns.v
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as problem:
-        try:
-            version = _version_decoder.decode(data).v
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-            version = FORMAT_VERSION
-        if version == FORMAT_VERSION:
-            raise Damaged("the layout cannot be read", name=name, found=str(problem)) from None
-    if version != FORMAT_VERSION:
-        raise UnknownFormat(
-            "the layout has another format version",
-            name=name,
-            found=version,
-            expected=FORMAT_VERSION,
-            hint=UPGRADE_HINT,
-        )
-    unknown = [dtype for dtype in columns.dtypes if dtype not in DTYPES]
-    if unknown:
-        raise UnknownFormat("the layout has dtypes that this release does not know", name=name, found=unknown)
-    return columns
-
-
-def _rows(columns: _Columns) -> list[_Row]:
-    """The columns as checked rows."""
-    count = len(columns.key)
+def _rows(fields: Fields, scopes: int) -> list[_Row]:
+    """The fields as checked rows; ``scopes`` are known."""
+    count = len(fields.key)
     for field in ("part", "dtype", "scope", "shape", "boxes", "image", "begin"):
-        if len(getattr(columns, field)) != count:
-            raise _Invalid(field, f"{len(getattr(columns, field))} values for {count} entries")
-    if len(columns.image_part) != len(columns.images):
+        values = getattr(fields, field)
+        if values is not None and len(values) != count:
+            raise _Invalid(field, f"{len(values)} values for {count} entries")
+    if len(fields.image_part) != len(fields.images):
         raise _Invalid("images", "columns differ in length")
-    for field, limit in (("part", len(columns.parts)), ("dtype", len(columns.dtypes)), ("scope", len(Scope))):
-        _check_range(field, getattr(columns, field), limit)
-    _check_range("image", columns.image, len(columns.images) + 1)
-    _check_range("begin", columns.begin, SIZE_MAX + 1)
-    scopes = tuple(Scope)
+    for field, limit in (("part", len(fields.parts)), ("dtype", len(fields.dtypes)), ("scope", scopes)):
+        _check_range(field, getattr(fields, field), limit)
+    _check_range("image", fields.image, len(fields.images) + 1)
+    _check_range("begin", fields.begin or [], SIZE_MAX + 1)
+    by_number = tuple(Scope)
     wholes: dict[tuple[int, ...], tuple[Box, ...]] = {}  # most entries are whole, and few shapes are many
     rows = []
-    for part, key, dtype, scope, shape, flat, image, begin in zip(
-        columns.part,
-        columns.key,
-        columns.dtype,
-        columns.scope,
-        columns.shape,
-        columns.boxes,
-        columns.image,
-        columns.begin,
+    for part, key, dtype, scope, shape, flat, image in zip(
+        fields.part,
+        fields.key,
+        fields.dtype,
+        fields.scope,
+        fields.shape,
+        fields.boxes,
+        fields.image,
         strict=True,
     ):
         if flat is not None:
             boxes = _boxes(key, flat, len(shape))
         elif (boxes := wholes.get(shape, ())) == ():
             boxes = wholes[shape] = (Box.full(shape),)
-        row = _checked(columns.parts[part], key, columns.dtypes[dtype], shape, boxes, scopes[scope])
-        if image:
-            row.image, row.begin = image - 1, begin
+        row = _checked(fields.parts[part], key, fields.dtypes[dtype], shape, boxes, by_number[scope])
+        row.image = image - 1 if image else None
         rows.append(row)
+    if fields.begin is None:
+        _place(rows, len(fields.images))
+    else:
+        for row, begin in zip(rows, fields.begin, strict=True):
+            if row.image is None and begin:
+                raise _Invalid(f"{row.part}/{row.key}", f"begins at {begin}, but is not stored")
+            row.begin = begin
     return rows
 
 
@@ -439,8 +422,14 @@ def open_layout(data: bytes, expected_hash: str, name: str) -> Layout:
 
     Every failure is :class:`Damaged` (or :class:`UnknownFormat`, once the hash has been found right).
     """
+    return decode(proved(data, expected_hash, name), name)
+
+
+def proved(data: bytes, expected_hash: str, name: str) -> bytes:
+    """The canonical bytes in a stored object, proved to be those that ``expected_hash`` names. Raises
+    :class:`Damaged`."""
     encoded = decompress(data, name)
     found = layout_hash(encoded)
     if found != expected_hash:
         raise Damaged("the layout is not the one asked for", name=name, found=found, expected=expected_hash)
-    return decode(encoded, name)
+    return encoded

@@ -3,34 +3,71 @@ being removed). All three are created-if-absent at the same kind of name, so exa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from . import names
-from .sealed import seal, unseal_any
-from .typed import build, decoding, encoding, fields, need, need_hash, need_number, need_size
+from .sealed import seal, unseal_versioned
+from .typed import build, decoding, encoding, fields, need, need_hashes, need_number, need_sizes
+from .vote import STATE_IMAGE
 
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """One rank in a manifest: where its vote's bytes are proved, and the sizes of its images."""
+    """One rank in a manifest: what proves its vote, and how large its images are.
+
+    ``images_nbytes`` is the size of all images but the state's together; which there are says the layout, and
+    everything else of the rank its vote.
+    """
+
+    rank: int
+    vote_hash: str
+    vote_nbytes: int
+    layout_hash: str
+    images_nbytes: int
+    state_nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all images together."""
+        return self.images_nbytes + self.state_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """The records of all ranks as they are stored: one list for each field, by rank. ``rank`` is None where
+    they are 0, 1, 2 and so on."""
+
+    rank: list[int] | None
+    vote: list[str]
+    vote_nbytes: list[int]
+    layout: list[str]
+    images_nbytes: list[int]
+    state_nbytes: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _RankOfVersion1:
+    """A rank in a manifest of version 1."""
 
     rank: int
     vote_hash: str
     vote_nbytes: int
     layout_hash: str
     images: dict[str, int]
-    coordinates: dict[str, int] = field(default_factory=dict)
-    data: dict[str, Any] | None = None
-    rng: tuple[str, ...] = ()
+    coordinates: dict[str, int]
+    data: dict[str, Any] | None
+    rng: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """Attempt ``attempt`` of ``step`` in ``incarnation`` is complete and counts.
 
-    ``revision`` is None where the decision has the attempt's number. A revision has a higher number, its own,
-    and says again, above a tombstone that was taken back, that the attempt counts.
+    ``data`` (position in the data) and ``rng`` (kinds of generators stored) are those of the first rank; each
+    rank's own are in its vote. ``revision`` is None where the decision has the attempt's number. A revision has a
+    higher number, its own, and says again, above a tombstone that was taken back, that the attempt counts.
     """
 
     step: int
@@ -49,6 +86,8 @@ class Manifest:
     created: str = ""
     scope: str = "shared"
     revision: int | None = None
+    data: dict[str, Any] | None = None
+    rng: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +142,7 @@ def encode_decision(decision: Decision) -> bytes:
     encoding(kind, lambda: _check(decision))
     body = fields(decision)
     if isinstance(decision, Manifest):
-        body["ranks"] = [fields(record) for record in decision.ranks]
+        body["ranks"] = fields(_columns(decision.ranks))
     return seal(kind, body)
 
 
@@ -112,10 +151,14 @@ def decode_decision(data: bytes, name: str) -> Decision:
 
     Raises :class:`Damaged` or :class:`UnknownFormat`, naming ``name``.
     """
-    kind, body = unseal_any(data, name, tuple(_CLASSES))
+    kind, version, body = unseal_versioned(data, name, tuple(_CLASSES))
 
     def make() -> Decision:
-        decision: Decision = build(_CLASSES[kind], body, {"ranks": RankRecord} if kind == _MANIFEST else None)
+        decision: Decision
+        if kind == _MANIFEST:
+            decision = _manifest(body) if version > 1 else _manifest_of_version1(body)
+        else:
+            decision = build(_CLASSES[kind], body)
         _check(decision)
         parsed = names.parse(name)
         if parsed is not None:
@@ -126,6 +169,49 @@ def decode_decision(data: bytes, name: str) -> Decision:
         return decision
 
     return decoding(name, make)
+
+
+def _columns(ranks: Sequence[RankRecord]) -> _Columns:
+    numbers = [record.rank for record in ranks]
+    return _Columns(
+        rank=None if numbers == list(range(len(ranks))) else numbers,
+        vote=[record.vote_hash for record in ranks],
+        vote_nbytes=[record.vote_nbytes for record in ranks],
+        layout=[record.layout_hash for record in ranks],
+        images_nbytes=[record.images_nbytes for record in ranks],
+        state_nbytes=[record.state_nbytes for record in ranks],
+    )
+
+
+def _manifest(body: dict[str, Any]) -> Manifest:
+    """A manifest from its plain body; its ranks are columns."""
+    need(isinstance(body.get("ranks"), dict), "ranks are no map of columns")
+    columns = build(_Columns, body["ranks"], prefix="ranks.")
+    manifest = build(Manifest, {**body, "ranks": []})
+    count = len(columns.vote)
+    numbers: Sequence[int] = range(count) if columns.rank is None else columns.rank
+    others = (columns.vote_nbytes, columns.layout, columns.images_nbytes, columns.state_nbytes)
+    need(all(len(column) == count for column in (numbers, *others)), "columns of ranks differ in length")
+    rows = zip(numbers, columns.vote, *others, strict=True)
+    return replace(manifest, ranks=tuple([RankRecord(*row) for row in rows]))
+
+
+def _manifest_of_version1(body: dict[str, Any]) -> Manifest:
+    """A manifest of version 1, whose ranks are maps that say more of each."""
+    rows = body.get("ranks")
+    need(isinstance(rows, list), "ranks are no list")
+    found = [build(_RankOfVersion1, row, prefix="ranks.") for row in rows or ()]
+    first = found[0] if found else None
+    rest = {"data": first.data if first else None, "rng": list(first.rng) if first else []}
+    twice = [name for name in rest if name in body]
+    need(not twice, f"fields {twice} are of a later version")
+    ranks = []
+    for row in found:
+        state = row.images.get(STATE_IMAGE, 0)
+        sizes = sum(row.images.values()) - state, state
+        need(all(nbytes >= 0 for nbytes in row.images.values()), "the size of an image is negative")
+        ranks.append(RankRecord(row.rank, row.vote_hash, row.vote_nbytes, row.layout_hash, *sizes))
+    return replace(build(Manifest, {**body, **rest, "ranks": []}), ranks=tuple(ranks))
 
 
 def _check(decision: Decision) -> None:
@@ -152,11 +238,9 @@ def _check_manifest(manifest: Manifest) -> None:
     need(complete, f"{len(ranks)} ranks for a world of {manifest.world}")
     for dim, size in manifest.mesh.items():
         need_number(f"mesh.{dim}", size, least=1)
-    for record in manifest.ranks:
-        need_hash("vote_hash", record.vote_hash)
-        need_hash("layout_hash", record.layout_hash)
-        need_size("vote_nbytes", record.vote_nbytes)
-        for image, nbytes in record.images.items():
-            need_size(f"images.{image}", nbytes)
-        for dim, index in record.coordinates.items():
-            need_number(f"coordinates.{dim}", index)
+    columns = _columns(manifest.ranks)
+    need_hashes("vote_hash", columns.vote)
+    need_hashes("layout_hash", columns.layout)
+    need_sizes("vote_nbytes", columns.vote_nbytes)
+    need_sizes("images_nbytes", columns.images_nbytes)
+    need_sizes("state_nbytes", columns.state_nbytes)

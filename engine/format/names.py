@@ -43,6 +43,7 @@ class Kind(enum.Enum):
     LAYOUT = "layout"
     DECISION = "decision"
     VOTE = "vote"
+    GATHER = "gather"
     IMAGE = "image"
     STATE = "state"
     EVENTS = "events"
@@ -154,6 +155,11 @@ def vote(step: int, incarnation: int, attempt: int, rank: int) -> str:
     return f"{_rank_file(step, incarnation, attempt, rank)}.vote"
 
 
+def gather(step: int, incarnation: int, attempt: int, rank: int) -> str:
+    """Headers of the votes of one node's ranks, of which ``rank`` is the lowest."""
+    return f"{attempt_dir(step, incarnation, attempt)}/node-{_number(rank, _RANK_DIGITS)}.votes"
+
+
 def image(step: int, incarnation: int, attempt: int, rank: int, image_name: str) -> str:
     """Full image (a safetensors file) of that name (``ImageSpec.name``)."""
     return f"{_rank_file(step, incarnation, attempt, rank)}.{escape(image_name)}.safetensors"
@@ -170,7 +176,7 @@ def events(writer: str) -> str:
 
 
 def _parse_number(text: str, digits: int, least: int = 0) -> int | None:
-    if not re.fullmatch(r"[0-9]{1,18}", text):
+    if not (len(text) <= 18 and text.isascii() and text.isdigit()):
         return None
     value = int(text)
     return value if value >= least and f"{value:0{digits}d}" == text else None
@@ -195,6 +201,22 @@ def parse_decision(text: str) -> int | None:
 def parse_attempt(text: str) -> int | None:
     """The number of an attempt's directory ``aN``, else None."""
     return _parse_number(text[1:], 1, least=1) if text.startswith("a") else None
+
+
+def parse_vote(text: str) -> int | None:
+    """The rank whose vote a child of an attempt's directory is, else None."""
+    return _parse_ranked(text, "rank-", ".vote")
+
+
+def parse_gather(text: str) -> int | None:
+    """The lowest rank of the gathered votes that a child of an attempt's directory is, else None."""
+    return _parse_ranked(text, "node-", ".votes")
+
+
+def _parse_ranked(text: str, begin: str, end: str) -> int | None:
+    if not (text.startswith(begin) and text.endswith(end)):
+        return None
+    return _parse_number(text[len(begin) : -len(end)], _RANK_DIGITS)
 
 
 def parse(name: str) -> Parsed | None:
@@ -229,6 +251,9 @@ def _parse_top(directory: str, file: str) -> Parsed | None:
 
 
 def _parse_rank_file(step: int, incarnation: int, attempt: int, file: str) -> Parsed | None:
+    lowest = parse_gather(file)
+    if lowest is not None:
+        return Parsed(Kind.GATHER, step, incarnation, attempt, lowest)
     match = re.fullmatch(r"rank-([0-9]+)\.(vote|state\.msgpack|([^./]+)\.safetensors)", file)
     rank = _parse_number(match[1], _RANK_DIGITS) if match else None
     if match is None or rank is None:

@@ -7,8 +7,15 @@ from typing import Any
 
 from ..errors import UnknownFormat
 from . import names
-from .constants import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, FORMAT_VERSION, HASH_ID, SUPPORTED_FEATURES
-from .sealed import UPGRADE_HINT, seal, unseal
+from .constants import (
+    CHUNK_BYTES_MAX,
+    CHUNK_BYTES_MIN,
+    FORMAT_VERSION,
+    HASH_ID,
+    READABLE_VERSIONS,
+    SUPPORTED_FEATURES,
+)
+from .sealed import UPGRADE_HINT, seal, unseal, unseal_versioned
 from .typed import build, decoding, encoding, fields, need, need_number
 
 _RUN = "run"
@@ -17,7 +24,8 @@ _INCARNATION = "incarnation"
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """run.json: immutable, created if absent by whoever comes first."""
+    """run.json: immutable, created if absent by whoever comes first. ``format`` is the version of the release
+    that did; later ones may have written objects of theirs, which say so themselves."""
 
     run_id: str
     format: int
@@ -67,6 +75,8 @@ class IncarnationRecord:
 def encode_run(record: RunRecord) -> bytes:
     """The bytes of ``run.json``. ``record.format`` must be this release's version."""
     encoding(names.RUN, lambda: _check_run(record))
+    ours = record.format == FORMAT_VERSION
+    encoding(names.RUN, lambda: need(ours, f"format is {record.format}, not {FORMAT_VERSION}"))
     body = fields(record)
     del body["format"]  # the seal writes it
     return seal(_RUN, body)
@@ -75,8 +85,8 @@ def encode_run(record: RunRecord) -> bytes:
 def decode_run(data: bytes, name: str = names.RUN) -> RunRecord:
     """The record in ``data``. Raises :class:`Damaged`; :class:`UnknownFormat` for another format version, a
     required feature or a hash that this release does not have (found, supported and what to do)."""
-    body = unseal(data, _RUN, name)
-    body["format"] = FORMAT_VERSION
+    _, version, body = unseal_versioned(data, name, (_RUN,))
+    body["format"] = version
 
     def make() -> RunRecord:
         record = build(RunRecord, body)
@@ -99,7 +109,7 @@ def decode_run(data: bytes, name: str = names.RUN) -> RunRecord:
 
 
 def _check_run(record: RunRecord) -> None:
-    need(record.format == FORMAT_VERSION, f"format is {record.format}, not {FORMAT_VERSION}")
+    need(record.format in READABLE_VERSIONS, f"format is {record.format}, not {FORMAT_VERSION}")
     need(bool(record.run_id), "run_id is empty")
     need(record.hash_id == HASH_ID, f"hash_id is {record.hash_id}, not {HASH_ID}")
     need_number("chunk_bytes", record.chunk_bytes, CHUNK_BYTES_MIN, CHUNK_BYTES_MAX)

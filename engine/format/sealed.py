@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from ..errors import Damaged, UnknownFormat, UnsupportedValue
-from .constants import FORMAT_VERSION, HASH_DIGITS, HASH_ID, SEALED_BYTES_MAX
+from .constants import FORMAT_VERSION, HASH_DIGITS, HASH_ID, READABLE_VERSIONS, SEALED_BYTES_MAX
 from .hashing import hexdigest
 from .plain import from_plain, to_plain
 
@@ -56,11 +56,28 @@ def _render(value: Any, column: int, *, ascii_only: bool) -> str:
         return line
     inner = " " * (column + 2)
     lines = []
+    if isinstance(value, list) and not any(isinstance(item, (dict, list)) for item in value):
+        return "[\n" + _filled(value, inner, ascii_only=ascii_only) + "\n" + " " * column + "]"
     for key in value if isinstance(value, dict) else range(len(value)):
         label = json.dumps(key, ensure_ascii=ascii_only) + ": " if isinstance(value, dict) else ""
         lines.append(inner + label + _render(value[key], column + 2, ascii_only=ascii_only))
     opening, closing = "{}" if isinstance(value, dict) else "[]"
     return opening + "\n" + ",\n".join(lines) + "\n" + " " * column + closing
+
+
+def _filled(items: list[Any], indent: str, *, ascii_only: bool) -> str:
+    """Scalars, as many on each line as fit."""
+    lines: list[str] = []
+    line = ""
+    for text in json.dumps(items, ensure_ascii=ascii_only, allow_nan=False, separators=("\n", ":"))[
+        1:-1
+    ].split("\n"):
+        if line and len(indent) + len(line) + len(text) + 3 > _LINE_CHARS:
+            lines.append(indent + line)
+            line = text
+        else:
+            line = f"{line}, {text}" if line else text
+    return ",\n".join([*lines, indent + line])
 
 
 def unseal(data: bytes, kind: str | None, name: str) -> dict[str, Any]:
@@ -74,6 +91,14 @@ def unseal(data: bytes, kind: str | None, name: str) -> dict[str, Any]:
 
 def unseal_any(data: bytes, name: str, kinds: tuple[str, ...] | None = None) -> tuple[str, dict[str, Any]]:
     """Kind and body of a sealed record of one of ``kinds`` (None: of any); raises as :func:`unseal`."""
+    kind, _, body = unseal_versioned(data, name, kinds)
+    return kind, body
+
+
+def unseal_versioned(
+    data: bytes, name: str, kinds: tuple[str, ...] | None = None
+) -> tuple[str, int, dict[str, Any]]:
+    """Kind, format version and body of a sealed record of one of ``kinds``; raises as :func:`unseal`."""
     kind = _verify(data, name)
     if kinds is not None and kind not in kinds:
         raise Damaged("this is another kind of record", name=name, found=kind, expected=" or ".join(kinds))
@@ -86,16 +111,20 @@ def unseal_any(data: bytes, name: str, kinds: tuple[str, ...] | None = None) -> 
     if not isinstance(record, dict) or record.get("everstep") != kind:
         raise Damaged("the record does not begin with its kind", name=name)
     version = record.get("format")
-    if version != FORMAT_VERSION or isinstance(version, bool):
+    if version not in READABLE_VERSIONS or type(version) is not int:
         raise UnknownFormat(
             "the record has another format version",
             name=name,
             found=version,
-            expected=FORMAT_VERSION,
+            expected=f"at most {FORMAT_VERSION}",
             hint=UPGRADE_HINT,
         )
     try:
-        return kind, {key: from_plain(value) for key, value in record.items() if key not in _RESERVED}
+        return (
+            kind,
+            version,
+            {key: from_plain(value) for key, value in record.items() if key not in _RESERVED},
+        )
     except (ValueError, RecursionError) as problem:
         raise Damaged("the record has a value that cannot be read", name=name, found=str(problem)) from None
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from ..errors import Damaged, UnknownFormat, UnsupportedValue
 from .constants import NUMBER_MAX, SIZE_MAX
-from .hashing import is_hash
+from .hashing import all_hashes, is_hash
 
 T = TypeVar("T")
 
@@ -19,13 +19,16 @@ class Broken(Exception):
     """A rule that a record breaks, in words."""
 
 
-def build(cls: type[T], body: dict[str, Any], nested: dict[str, type[Any]] | None = None) -> T:
-    """An instance of the dataclass ``cls`` from ``body``.
+def build(
+    cls: type[T], body: dict[str, Any], nested: dict[str, type[Any]] | None = None, *, prefix: str = ""
+) -> T:
+    """An instance of the dataclass ``cls`` from ``body``; ``prefix`` is where that stands, for errors.
 
     Types are checked strictly. A field that ``cls`` does not have is a later release's: UnknownFormat, raised
     without a name (see :func:`decoding`). ``nested`` gives the classes of fields that hold records.
     """
-    _check_fields(cls, body, "")
+    need(isinstance(body, dict), f"{prefix or 'the body'} is no map")
+    _check_fields(cls, body, prefix)
     for field, inner in (nested or {}).items():
         value = body.get(field)
         for item in value if isinstance(value, list) else [value]:
@@ -93,3 +96,16 @@ def need_size(field: str, value: int) -> None:
 def need_hash(field: str, value: object) -> None:
     """``value`` is a hash in text form."""
     need(is_hash(value), f"{field} is {value!r}, not a hash")
+
+
+def need_sizes(field: str, values: Sequence[int]) -> None:
+    """All of ``values`` are sizes in bytes."""
+    for value in (min(values, default=0), max(values, default=0)):
+        need_size(field, value)
+
+
+def need_hashes(field: str, values: Sequence[str]) -> None:
+    """All of ``values`` are hashes in text form."""
+    if not all_hashes(values):
+        for value in values:
+            need_hash(field, value)

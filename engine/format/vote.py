@@ -1,4 +1,8 @@
-"""A rank's vote: what it stored for one attempt, with every chunk's hash."""
+"""A rank's vote: what it stored for one attempt, with every chunk's hash.
+
+The header is of fixed size and has all that a commit needs of each rank: it proves the index, which has the
+hashes of the chunks, by its hash. So whoever commits reads headers alone, and a manifest names votes by theirs.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,11 @@ import zstandard
 
 from ..errors import Damaged, UnknownFormat
 from . import names
-from .constants import FORMAT_VERSION, HASH_BYTES, VOTE_INDEX_BYTES_MAX
+from .constants import FORMAT_VERSION, HASH_BYTES, NUMBER_MAX, READABLE_VERSIONS, VOTE_INDEX_BYTES_MAX
 from .hashing import digest, hexdigest, image_root, rank_root
 from .plain import from_plain, to_plain
 from .sealed import UPGRADE_HINT
-from .typed import Broken, decoding, encoding, need, need_hash, need_number, need_size
+from .typed import Broken, decoding, encoding, need, need_hash, need_number, need_size, need_sizes
 from .zstd import inflate
 
 STATE_IMAGE = "state"
@@ -56,12 +60,43 @@ class Vote:
     meta: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class VoteHeader:
+    """What a vote's header says. ``hash`` names the vote in manifests; ``nbytes`` is the size of the whole vote.
+
+    ``agreement`` is equal on ranks that say alike what all ranks must (:func:`agreement_of`).
+    ``images_nbytes`` is the size of all images but the state's together.
+    """
+
+    step: int
+    incarnation: int
+    attempt: int
+    rank: int
+    world: int
+    kind: str
+    layout_hash: str
+    root: bytes
+    agreement: bytes
+    images_nbytes: int
+    state_nbytes: int
+    has_entry_hashes: bool
+    nbytes: int
+    hash: str
+
+
 _MAGIC = b"EVSTVOTE"
-_HEADER = struct.Struct("<8sIIQQQQQ8s16s16sQQ16s")
-"""magic, version, features, step, incarnation, attempt, rank, world, kind, layout hash, root, bytes of the
-index as stored and decompressed, hash of the index as stored. The header's own hash follows."""
+_HEADER = struct.Struct("<8sIIQQQQQ8s16s16s16sQQQQ16s")
+"""magic, version, flags, step, incarnation, attempt, rank, world, kind, layout hash, root, agreement, bytes of
+all images but the state's, bytes of the state image, bytes of the index as stored and decompressed, hash of the
+index as stored. The header's own hash follows."""
 HEADER_BYTES = _HEADER.size + HASH_BYTES
-_KIND_BYTES = 8
+_HEADER_V1 = struct.Struct("<8sIIQQQQQ8s16s16sQQ16s")
+"""As in version 1: no agreement, no sizes; flags are features, none defined."""
+_HEADER_V1_BYTES = _HEADER_V1.size + HASH_BYTES
+_PREFIX = struct.Struct("<8sI")
+_ENTRY_HASHES = 1
+"""Flag: the index has hashes of entries."""
+_KIND = re.compile("[a-z]{1,8}")
 _LEVEL = 1
 
 
@@ -91,8 +126,30 @@ _decoder = msgspec.msgpack.Decoder(_Index, ext_hook=_no_extension)
 
 
 def vote_hash(data: bytes) -> str:
-    """The hash of a vote's bytes, by which a manifest names it."""
-    return hexdigest(data)
+    """What names the vote whose bytes are ``data`` in a manifest: the hash of its header without the hash at its
+    end. (A vote of version 1: the hash of all its bytes.)"""
+    return hexdigest(data) if _is_v1(data) else hexdigest(data[: _HEADER.size])
+
+
+def _is_v1(data: bytes) -> bool:
+    return len(data) >= _PREFIX.size and _PREFIX.unpack_from(data) == (_MAGIC, 1)
+
+
+def agreement_of(meta: dict[str, Any]) -> bytes:
+    """Digest of what all ranks must say alike: mesh, hash of the configuration, names of the parts."""
+    mesh = meta.get("mesh")
+    said = [
+        sorted(mesh.items()) if isinstance(mesh, dict) else mesh,
+        meta.get("config_hash"),
+        sorted(meta.get("parts") or {}),
+    ]
+    return digest(b"everstep agreement\0" + _encoder.encode(to_plain(said, "meta")))
+
+
+def _sizes(images: tuple[ImageRecord, ...]) -> tuple[int, int]:
+    """Bytes of all images but the state's, and of that."""
+    state = sum([record.nbytes for record in images if record.name == STATE_IMAGE])
+    return sum([record.nbytes for record in images]) - state, state
 
 
 def encode_vote(vote: Vote) -> bytes:
@@ -116,7 +173,7 @@ def encode_vote(vote: Vote) -> bytes:
     header = _HEADER.pack(
         _MAGIC,
         FORMAT_VERSION,
-        0,
+        0 if vote.entry_hashes is None else _ENTRY_HASHES,
         vote.step,
         vote.incarnation,
         vote.attempt,
@@ -125,11 +182,72 @@ def encode_vote(vote: Vote) -> bytes:
         vote.kind.encode("ascii"),
         bytes.fromhex(vote.layout_hash),
         vote.root,
+        agreement_of(vote.meta),
+        *_sizes(vote.images),
         len(frame),
         len(index),
         digest(frame),
     )
     return header + digest(header) + frame
+
+
+def decode_header(data: bytes, name: str) -> VoteHeader:
+    """The header at the beginning of ``data``, proved by its hash; what is behind it is not looked at. Of a vote
+    of version 1, whose header says too little, ``data`` must be all, and all is proved.
+
+    Raises :class:`Damaged` and :class:`UnknownFormat`, naming ``name``.
+    """
+    if _is_v1(data):
+        return header_of(decode_vote(data, name), data)
+    return decoding(name, lambda: _header(_unpack(data, name)[0], data))
+
+
+def header_of(vote: Vote, data: bytes) -> VoteHeader:
+    """The header of ``vote``, whose bytes are ``data``, as :func:`decode_header` gives it."""
+    return VoteHeader(
+        vote.step,
+        vote.incarnation,
+        vote.attempt,
+        vote.rank,
+        vote.world,
+        vote.kind,
+        vote.layout_hash,
+        vote.root,
+        agreement_of(vote.meta),
+        *_sizes(vote.images),
+        vote.entry_hashes is not None,
+        len(data),
+        vote_hash(data),
+    )
+
+
+def _header(fields: tuple[Any, ...], data: bytes) -> VoteHeader:
+    """The unpacked fields of a header of this version as checked values."""
+    (_, _, flags, step, incarnation, attempt, rank, world, kind, layout, root, agreement) = fields[:12]
+    images_nbytes, state_nbytes, index_nbytes = fields[12:15]
+    try:
+        text = kind.rstrip(b"\0").decode("ascii")
+    except UnicodeDecodeError:
+        raise Broken(f"kind is {kind!r}") from None
+    header = VoteHeader(
+        step,
+        incarnation,
+        attempt,
+        rank,
+        world,
+        text,
+        layout.hex(),
+        root,
+        agreement,
+        images_nbytes,
+        state_nbytes,
+        bool(flags & _ENTRY_HASHES),
+        HEADER_BYTES + index_nbytes,
+        data[_HEADER.size : HEADER_BYTES].hex(),
+    )
+    _check_numbers(header)
+    need_sizes("sizes", (images_nbytes, state_nbytes, index_nbytes))
+    return header
 
 
 def decode_vote(data: bytes, name: str) -> Vote:
@@ -138,38 +256,19 @@ def decode_vote(data: bytes, name: str) -> Vote:
     Raises :class:`Damaged` for every byte that is not as written, :class:`UnknownFormat` for another version;
     both name the object as ``name``.
     """
-    header = _decode_header(data, name)
-    (_, _, _, step, incarnation, attempt, rank, world, kind, layout, root, _, index_nbytes, _) = header
-    index = inflate(data[HEADER_BYTES:], index_nbytes, VOTE_INDEX_BYTES_MAX, name)
+    fields, frame = _unpack(data, name)
+    _check_frame(frame, fields[-3], fields[-1], name)
+    index = inflate(frame, fields[-2], VOTE_INDEX_BYTES_MAX, name)
 
     def make() -> Vote:
-        try:
-            found = _decoder.decode(index)
-            images = tuple(
-                ImageRecord(i.name, i.nbytes, i.root, i.chunks, i.encoding, from_plain(i.base))
-                for i in found.images
-            )
-            meta = from_plain(found.meta)
-            text = kind.rstrip(b"\0").decode("ascii")
-        except (msgspec.DecodeError, ValueError, RecursionError) as problem:
-            raise Broken(f"the index cannot be read: {problem}") from None
-        vote = Vote(
-            step,
-            incarnation,
-            attempt,
-            rank,
-            world,
-            text,
-            layout.hex(),
-            root,
-            images,
-            found.entry_hashes,
-            meta,
-        )
+        vote = _vote(fields, index)
         _check(vote)
+        if fields[1] > 1:
+            claimed, header = _header(fields, data), header_of(vote, data)
+            need(claimed == header, f"the header says {claimed}, the index {header}")
         parsed = names.parse(name)
         if parsed is not None:
-            here = (step, incarnation, attempt, rank)
+            here = (vote.step, vote.incarnation, vote.attempt, vote.rank)
             there = (parsed.step, parsed.incarnation, parsed.attempt, parsed.rank)
             need(parsed.kind is names.Kind.VOTE, "the name is not that of a vote")
             need(here == there, f"step, incarnation, attempt and rank are {here}, by the name {there}")
@@ -178,39 +277,69 @@ def decode_vote(data: bytes, name: str) -> Vote:
     return decoding(name, make)
 
 
-def _decode_header(data: bytes, name: str) -> tuple[Any, ...]:
-    """The header's fields, header and index proved by their hashes."""
-    if len(data) < HEADER_BYTES or data[: len(_MAGIC)] != _MAGIC:
+def _vote(fields: tuple[Any, ...], index: bytes) -> Vote:
+    """The vote that a header's fields and the index make, unchecked."""
+    (_, _, _, step, incarnation, attempt, rank, world, kind, layout, root) = fields[:11]
+    try:
+        found = _decoder.decode(index)
+        images = tuple(
+            ImageRecord(i.name, i.nbytes, i.root, i.chunks, i.encoding, from_plain(i.base))
+            for i in found.images
+        )
+        meta = from_plain(found.meta)
+        text = kind.rstrip(b"\0").decode("ascii")
+    except (msgspec.DecodeError, ValueError, RecursionError) as problem:
+        raise Broken(f"the index cannot be read: {problem}") from None
+    hashes = found.entry_hashes
+    return Vote(step, incarnation, attempt, rank, world, text, layout.hex(), root, images, hashes, meta)
+
+
+def _unpack(data: bytes, name: str) -> tuple[tuple[Any, ...], bytes]:
+    """The header's fields, proved by its hash, and what is behind it."""
+    if len(data) < _PREFIX.size or data[: len(_MAGIC)] != _MAGIC:
         raise Damaged("this is no vote", name=name, found=bytes(data[:8]), expected=_MAGIC)
-    written, found = data[_HEADER.size : HEADER_BYTES], digest(data[: _HEADER.size])
+    form = _HEADER_V1 if _is_v1(data) else _HEADER
+    end = form.size + HASH_BYTES
+    if len(data) < end:
+        raise Damaged("the vote is cut", name=name, found=len(data), expected=f"at least {end}")
+    written, found = data[form.size : end], digest(data[: form.size])
     if found != written:
         raise Damaged("the vote's header hash is wrong", name=name, found=found.hex(), expected=written.hex())
-    header = _HEADER.unpack(data[: _HEADER.size])
-    version, features = header[1:3]
-    if version != FORMAT_VERSION or features:
+    fields = form.unpack(data[: form.size])
+    version, flags = fields[1:3]
+    known = 0 if version == 1 else _ENTRY_HASHES
+    if version not in READABLE_VERSIONS or flags & ~known:
         raise UnknownFormat(
-            "the vote has another format version or unknown features",
+            "the vote has another format version or unknown flags",
             name=name,
-            found=f"version {version}, features {features:#x}",
-            expected=f"version {FORMAT_VERSION}, features 0x0",
+            found=f"version {version}, flags {flags:#x}",
+            expected=f"version {FORMAT_VERSION}, flags of {known:#x}",
             hint=UPGRADE_HINT,
         )
-    frame = data[HEADER_BYTES:]
-    nbytes, index_hash = header[11], header[13]
+    return fields, data[end:]
+
+
+def _check_frame(frame: bytes, nbytes: int, index_hash: bytes, name: str) -> None:
+    """The index as stored must be the one that the header names."""
     if len(frame) != nbytes:
         raise Damaged("the vote's index has a wrong size", name=name, found=len(frame), expected=nbytes)
     if digest(frame) != index_hash:
         raise Damaged(
             "the vote's index hash is wrong", name=name, found=digest(frame).hex(), expected=index_hash.hex()
         )
-    return header
+
+
+def _check_numbers(vote: Vote | VoteHeader) -> None:
+    numbers = vote.step, vote.incarnation, vote.attempt, vote.world
+    if min(numbers) < 0 or max(numbers) > NUMBER_MAX or not 0 <= vote.rank < vote.world or not vote.attempt:
+        for number, least in (("step", 0), ("incarnation", 0), ("attempt", 1), ("world", 1)):
+            need_number(number, getattr(vote, number), least)
+        need_number("rank", vote.rank, most=vote.world - 1)
+    need(_KIND.fullmatch(vote.kind) is not None, "kind is not one word of at most 8 small letters")
 
 
 def _check(vote: Vote) -> None:
-    for number, least in (("step", 0), ("incarnation", 0), ("attempt", 1), ("world", 1)):
-        need_number(number, getattr(vote, number), least)
-    need_number("rank", vote.rank, most=vote.world - 1)
-    need(bool(re.fullmatch(rf"[a-z]{{1,{_KIND_BYTES}}}", vote.kind)), f"kind is {vote.kind!r}")
+    _check_numbers(vote)
     need_hash("layout_hash", vote.layout_hash)
     need(len({record.name for record in vote.images}) == len(vote.images), "an image twice")
     for record in vote.images:

@@ -190,6 +190,13 @@ class EqualPart:
     whole: bool
 
 
+def all_tell_own(hashes: Hashes, world: int) -> bool:
+    """Whether every rank speaks of tensors of its own; there is something to compare only then."""
+    return len(hashes) == world > 1 and all(
+        any(name.endswith(_OWN) for name in of_rank) for of_rank in hashes.values()
+    )
+
+
 def equal_parts(hashes: Hashes, world: int, first: Sequence[Entry]) -> list[EqualPart]:
     """Parts with tensors of equal bytes on all ranks, though each stores its own. ``first`` are rank 0's entries, for
     the sizes. Empty unless every rank speaks of its own tensors."""
@@ -197,7 +204,7 @@ def equal_parts(hashes: Hashes, world: int, first: Sequence[Entry]) -> list[Equa
         {name: found for name, found in hashes.get(rank, {}).items() if name.endswith(_OWN)}
         for rank in range(world)
     ]
-    if world < 2 or not all(own):
+    if not all_tell_own(hashes, world):
         return []
     first_own = own[0]
     equal = {name for name in first_own if all(o.get(name) == first_own[name] for o in own[1:])}

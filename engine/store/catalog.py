@@ -149,11 +149,18 @@ async def read_vote(
 
 async def voted_ranks(backend: Backend, step: int, incarnation: int, attempt: int) -> list[int]:
     """The ranks whose votes of the attempt are there, ascending."""
+    return (await voted(backend, step, incarnation, attempt))[0]
+
+
+async def voted(backend: Backend, step: int, incarnation: int, attempt: int) -> tuple[list[int], list[int]]:
+    """The ranks whose votes of the attempt are there, and those after which gathers of votes are named; both
+    ascending."""
     directory = names.attempt_dir(step, incarnation, attempt)
     with reading(backend, directory):
         children = await backend.list_names(directory)
-    parsed = [names.parse(f"{directory}/{child}") for child in children]
-    return sorted(one.rank for one in parsed if one and one.kind is names.Kind.VOTE and one.rank is not None)
+    ranks = [rank for child in children if (rank := names.parse_vote(child)) is not None]
+    gathers = [rank for child in children if (rank := names.parse_gather(child)) is not None]
+    return sorted(ranks), sorted(gathers)
 
 
 async def complete_undecided(backend: Backend, found: StepNames) -> tuple[int, ...]:

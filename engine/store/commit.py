@@ -7,8 +7,9 @@ lost race, and a lost answer, are settled by reading back.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from everstep.backends.api import Backend
@@ -16,15 +17,16 @@ from everstep.backends.errors import BackendError, Conflict, NotFound
 from everstep.backends.points import reach
 from everstep.errors import Damaged, StateMismatch, UsageError
 from everstep.format import names
+from everstep.format.hashing import digest
 from everstep.format.manifest import Abort, Decision, Manifest, RankRecord, Tombstone, encode_decision
-from everstep.format.vote import Vote, vote_hash
-from everstep.plan.coverage import check_coverage
+from everstep.format.vote import Vote, VoteHeader, vote_hash
 from everstep.plan.lineage import Lineage
 
 from .asking import each, writing
-from .catalog import list_step, read_decision_at, read_layouts, read_numbered, read_vote, voted_ranks
+from .catalog import list_step, read_decision_at, read_numbered, read_vote, voted
 from .equality import equality_facts
 from .runs import now, read_incarnations
+from .votes import check_layouts, read_headers
 
 COVERED_MAX = 64
 """Sets of layouts remembered as covering their tensors."""
@@ -32,8 +34,11 @@ COVERED_MAX = 64
 NAMED_MAX = 8
 """Ranks that an abort record's reason names; more are counted."""
 
-_covered: OrderedDict[tuple[str, ...], None] = OrderedDict()
-"""Sets of layouts that were found to cover; touched between awaits only, from whatever loop."""
+SAYINGS_MAX = 16
+"""Ways of being at odds with rank 0 that are read to be told apart."""
+
+_covered: OrderedDict[bytes, None] = OrderedDict()
+"""Digests of sets of layouts that were found to cover; touched between awaits only, from whatever loop."""
 
 
 async def next_attempt(backend: Backend, step: int, incarnation: int) -> tuple[int, Manifest | None]:
@@ -63,15 +68,14 @@ async def try_commit(
             found=f"decisions {list(found.decisions)}",
             expected=f"a decision on attempt {attempt - 1}",
         )
-    ranks = await voted_ranks(backend, step, incarnation, attempt)
+    ranks, gathers = await voted(backend, step, incarnation, attempt)
     if not set(ranks).issuperset(range(world)):
         return None
-
-    async def one(rank: int) -> tuple[bytes, Vote]:
-        return await read_vote(backend, step, incarnation, attempt, rank)
-
     try:
-        votes = await each(ranks, one)
+        headers = await read_headers(backend, step, incarnation, attempt, ranks, gathers)
+        first = await _vote_of(backend, headers[0])
+        reason = await objection_to(backend, headers, world)
+        facts, differing = ({}, None) if reason is not None else await _equality(backend, headers)
     except NotFound:
         return await _decided_meanwhile(backend, step, incarnation, attempt)
     except Damaged as error:
@@ -79,18 +83,11 @@ async def try_commit(
         return await abort_attempt(
             backend, step, incarnation, attempt, reason=str(error), rank=rank.rank if rank else None
         )
-    reason = await _objection(backend, [vote for _, vote in votes], world)
     if reason is None:
-        reason = await _superseded(backend, step, incarnation)
-    facts: dict[str, Any] = {}
-    if reason is None:
-        try:
-            facts, reason = await equality_facts(backend, [vote for _, vote in votes])
-        except Damaged as error:
-            reason = None, str(error)
+        reason = await _superseded(backend, step, incarnation) or differing
     if reason is not None:
         return await abort_attempt(backend, step, incarnation, attempt, reason=reason[1], rank=reason[0])
-    manifest = _manifest(votes, "shared" if backend.capabilities.shared else "node", facts)
+    manifest = make_manifest(first, headers, "shared" if backend.capabilities.shared else "node", facts)
     reach("manifest.before", names.decision(step, incarnation, attempt))
     decision = await _publish(backend, manifest, attempt)
     reach("manifest.after", names.decision(step, incarnation, attempt))
@@ -164,50 +161,83 @@ async def _superseded(backend: Backend, step: int, incarnation: int) -> tuple[No
     return None, f"superseded: incarnation {lineage.newest} went on from an earlier step"
 
 
-async def _objection(backend: Backend, votes: Sequence[Vote], world: int) -> tuple[int | None, str] | None:
+async def objection_to(
+    backend: Backend, headers: Sequence[VoteHeader], world: int
+) -> tuple[int | None, str] | None:
     """Why the votes make no checkpoint: (rank at fault where one is known, reason); None if they do."""
-    objection = _headers(votes, world) or _agreement(votes)
-    if objection is not None:
-        return objection
-    hashes = tuple(vote.layout_hash for vote in votes)
-    if hashes in _covered:
-        _covered.move_to_end(hashes)
-    else:
-        try:
-            by_hash = await read_layouts(backend, set(hashes))
-        except Damaged as error:
-            return None, str(error)
-        try:
-            check_coverage([by_hash[one].entries for one in hashes])
-        except StateMismatch as error:
-            return None, str(error)
-        _remember(hashes)
+    objection = _headers(headers, world)
+    if objection is None:
+        objection = await _agreement(backend, headers)
+    return objection or await _coverage_objection(backend, [header.layout_hash for header in headers])
+
+
+async def _coverage_objection(backend: Backend, hashes: list[str]) -> tuple[None, str] | None:
+    """Whether the layouts (by rank) cover every tensor; read when one of them is new."""
+    key = digest("".join(hashes).encode())
+    if key in _covered:
+        _covered.move_to_end(key)
+        return None
+    try:
+        await check_layouts(backend, hashes)
+    except (Damaged, StateMismatch) as error:
+        return None, str(error)
+    _covered[key] = None
+    while len(_covered) > COVERED_MAX:
+        _covered.popitem(last=False)
     return None
 
 
-def _remember(hashes: tuple[str, ...]) -> None:
-    _covered[hashes] = None
-    while len(_covered) > COVERED_MAX:
-        _covered.popitem(last=False)
-
-
-def _headers(votes: Sequence[Vote], world: int) -> tuple[int | None, str] | None:
-    beyond = [vote.rank for vote in votes if vote.rank >= world]
+def _headers(headers: Sequence[VoteHeader], world: int) -> tuple[int | None, str] | None:
+    beyond = [header.rank for header in headers if header.rank >= world]
     if beyond:
         return beyond[0], f"votes of {_ranks(beyond)} in a world of {world}"
-    wrong = [vote.rank for vote in votes if vote.world != world]
+    wrong = [header.rank for header in headers if header.world != world]
     if wrong:
         return wrong[0], f"{_ranks(wrong)} voted for another world than {world}"
-    return _split("kind of checkpoint", {vote.rank: vote.kind for vote in votes})
+    return _split("kind of checkpoint", {header.rank: header.kind for header in headers})
 
 
-def _agreement(votes: Sequence[Vote]) -> tuple[int | None, str] | None:
-    """What all ranks must say alike."""
+async def _agreement(backend: Backend, headers: Sequence[VoteHeader]) -> tuple[int | None, str] | None:
+    """What all ranks must say alike. Where the digests tell that they do not, one vote for each digest is read to
+    say in what."""
+    sayings = {header.agreement: header for header in reversed(headers)}
+    if len(sayings) == 1:
+        return None
+    speakers = sorted(sayings.values(), key=lambda header: header.rank)[:SAYINGS_MAX]
+    votes = await each(speakers, lambda header: _vote_of(backend, header))
+    said = {header.agreement: vote.meta for header, vote in zip(speakers, votes, strict=True)}
+    known = [header for header in headers if header.agreement in said]
     for field in ("mesh", "config_hash"):
-        objection = _split(field, {vote.rank: vote.meta.get(field) for vote in votes})
+        objection = _split(field, {header.rank: said[header.agreement].get(field) for header in known})
         if objection is not None:
             return objection
-    return _split("parts", {vote.rank: sorted(vote.meta.get("parts") or {}) for vote in votes})
+    parts = {header.rank: sorted(said[header.agreement].get("parts") or {}) for header in known}
+    return _split("parts", parts)
+
+
+async def _equality(
+    backend: Backend, headers: Sequence[VoteHeader]
+) -> tuple[dict[str, Any], tuple[int | None, str] | None]:
+    """What the ranks' hashes of entries prove (:func:`~.equality.equality_facts`). Only votes that say in their
+    header that they have such hashes are read whole, and of these no more is kept than is needed."""
+    speakers = [header for header in headers if header.has_entry_hashes]
+
+    async def read(header: VoteHeader) -> Vote:
+        return replace(await _vote_of(backend, header), images=())
+
+    return await equality_facts(backend, await each(speakers, read))
+
+
+async def _vote_of(backend: Backend, header: VoteHeader) -> Vote:
+    """The whole vote. Raises Damaged where it is not the one that ``header`` is of."""
+    place = header.step, header.incarnation, header.attempt, header.rank
+    data, vote = await read_vote(backend, *place)
+    if vote_hash(data) != header.hash:
+        name = names.vote(*place)
+        raise Damaged(
+            f"{name}: not the vote that was gathered", found=vote_hash(data), expected=header.hash, name=name
+        )
+    return vote
 
 
 def _split(what: str, values: dict[int, Any]) -> tuple[int, str] | None:
@@ -228,9 +258,11 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {some}" + (f" and {more} more" if more > 0 else "")
 
 
-def _manifest(votes: Sequence[tuple[bytes, Vote]], scope: str, facts: dict[str, Any]) -> Manifest:
-    """The manifest that the votes (by rank) make; run-wide values are rank 0's. ``facts``: found by comparing."""
-    first = votes[0][1]
+def make_manifest(
+    first: Vote, headers: Sequence[VoteHeader], scope: str, facts: Mapping[str, Any] | None = None
+) -> Manifest:
+    """The manifest that the votes make, whose headers are given by rank; run-wide values are those of ``first``,
+    the vote of the first of them. ``facts``: found by comparing them."""
     meta = first.meta
     return Manifest(
         step=first.step,
@@ -239,25 +271,25 @@ def _manifest(votes: Sequence[tuple[bytes, Vote]], scope: str, facts: dict[str, 
         kind=first.kind,
         world=first.world,
         mesh=dict(meta.get("mesh") or {}),
-        ranks=tuple(_rank_record(data, vote) for data, vote in votes),
+        ranks=tuple([_rank_record(header) for header in headers]),
         parts=dict(meta.get("parts") or {}),
         config_hash=meta.get("config_hash"),
         libraries=dict(meta.get("libraries") or {}),
         metrics=dict(meta.get("metrics") or {}),
-        facts={**(meta.get("facts") or {}), **facts},
+        facts={**(meta.get("facts") or {}), **(facts or {})},
         created=now(),
         scope=scope,
+        data=meta.get("data"),
+        rng=tuple(meta.get("rng") or ()),
     )
 
 
-def _rank_record(data: bytes, vote: Vote) -> RankRecord:
+def _rank_record(header: VoteHeader) -> RankRecord:
     return RankRecord(
-        rank=vote.rank,
-        vote_hash=vote_hash(data),
-        vote_nbytes=len(data),
-        layout_hash=vote.layout_hash,
-        images={record.name: record.nbytes for record in vote.images},
-        coordinates=dict(vote.meta.get("coordinates") or {}),
-        data=vote.meta.get("data"),
-        rng=tuple(vote.meta.get("rng") or ()),
+        rank=header.rank,
+        vote_hash=header.hash,
+        vote_nbytes=header.nbytes,
+        layout_hash=header.layout_hash,
+        images_nbytes=header.images_nbytes,
+        state_nbytes=header.state_nbytes,
     )

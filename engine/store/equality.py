@@ -98,7 +98,7 @@ async def equality_facts(
         return {}, None
     facts: dict[str, Any] = {}
     first = next((vote for vote in votes if vote.rank == 0), None)
-    if first is not None and len(hashes) == first.world:
+    if first is not None and agreement.all_tell_own(hashes, first.world):
         layout = (await read_layouts(backend, {first.layout_hash}))[first.layout_hash]
         parts = agreement.equal_parts(hashes, first.world, layout.entries)
         if parts:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from everstep.backends.api import Backend
+from everstep.backends.errors import NotFound
 from everstep.errors import CannotTell, Damaged, EverstepError, NoCheckpoint, UnknownFormat
 from everstep.format import names
 from everstep.format.manifest import Abort, Decision, Manifest, Tombstone
@@ -23,6 +24,7 @@ from .findings import Finding, Kind, Severity
 from .fsck_images import Images
 from .runs import incarnation_numbers, open_run, read_incarnation
 from .sources import DurableSource
+from .votes import read_gather
 
 DECISION_WAIT_S = 1.0
 """How long an attempt that has all its votes is given to be committed by a run that is alive."""
@@ -256,7 +258,12 @@ async def _manifest(
             reported.add(finding.name)
             yield finding
     for name in _files(run, found, manifest.attempt):
-        if names.parse(name) is not None and name not in images.named:
+        parsed = names.parse(name)
+        if parsed is not None and parsed.kind is names.Kind.GATHER and parsed.rank is not None:
+            finding_of_gather = await _gather(run, found, manifest, parsed.rank)
+            if finding_of_gather is not None:
+                yield finding_of_gather
+        elif parsed is not None and name not in images.named:
             yield Finding(
                 Severity.INFO,
                 Kind.FOREIGN,
@@ -265,6 +272,25 @@ async def _manifest(
                 found.incarnation,
                 "no vote of the manifest names it",
             )
+
+
+async def _gather(run: _Run, found: StepNames, manifest: Manifest, rank: int) -> Finding | None:
+    """Gathered votes must be those that the manifest names. Nothing needs them any more."""
+    name = names.gather(found.step, found.incarnation, manifest.attempt, rank)
+    try:
+        headers = await read_gather(run.backend, found.step, found.incarnation, manifest.attempt, rank)
+    except NotFound:
+        return None  # rotation is at work
+    except (Damaged, UnknownFormat) as error:
+        return _damage(error, name, found, "")
+    except CannotTell as error:
+        return _cannot_tell(error, name, found)
+    hashes = {record.rank: record.vote_hash for record in manifest.ranks}
+    odd = [header.rank for header in headers if hashes.get(header.rank) != header.hash]
+    if not odd:
+        return None
+    error = Damaged(f"{name}: other votes than the manifest's", found=f"ranks {odd}", name=name)
+    return _damage(error, name, found, "")
 
 
 async def _undecided(run: _Run, checkpoints: list[_Checkpoint], wait_s: float) -> AsyncIterator[Finding]:

@@ -13,10 +13,12 @@ from everstep.errors import CannotTell, Damaged, EverstepError, Pruned, RunError
 from everstep.format import names
 from everstep.format.layout import Layout
 from everstep.format.manifest import Manifest, RankRecord
-from everstep.format.vote import ImageRecord
+from everstep.format.table import TableReader
+from everstep.format.vote import STATE_IMAGE, ImageRecord
 from everstep.plan.coverage import check_coverage
 
 from .asking import each
+from .catalog import read_layout
 from .sources import DurableSource, bad_chunks, changed_chunk, check_record
 
 IMAGES_PARALLEL = 4
@@ -59,7 +61,7 @@ class Images:
 
     def expect(self, manifest: Manifest) -> None:
         """Count the bytes of a checkpoint that will be checked."""
-        self._total += sum(nbytes for record in manifest.ranks for nbytes in record.images.values())
+        self._total += sum(record.nbytes for record in manifest.ranks)
 
     async def check(self, source: DurableSource) -> AsyncIterator[EverstepError]:
         """The errors of one checkpoint; none where rotation removed it meanwhile."""
@@ -83,7 +85,6 @@ class Images:
         """Vote and layout of one rank."""
         found = _Rank(record.rank)
         self.named.add(names.vote(source.step, source.incarnation, source.manifest.attempt, record.rank))
-        self.named.update(source.locate(record.rank, image) for image in record.images)
         try:
             found.images = list((await source.records(record.rank)).values())
         except Pruned:
@@ -91,7 +92,9 @@ class Images:
         except RunError as error:
             found.errors.append(error)
             # Without hashes at least what is there can be said.
-            found.images = [ImageRecord(name, size, b"", b"") for name, size in record.images.items()]
+            found.images = await self._expected(record)
+        self.named.update(source.locate(record.rank, image.name) for image in found.images)
+        if found.errors:
             return found
         try:
             found.layout = await source.layout(record.rank)
@@ -101,12 +104,22 @@ class Images:
             found.errors.append(error)
         return found
 
+    async def _expected(self, record: RankRecord) -> list[ImageRecord]:
+        """The images of a rank whose vote is bad, by its layout; without hashes."""
+        state = ImageRecord(STATE_IMAGE, record.state_nbytes, b"", b"")
+        try:
+            layout = await read_layout(self.backend, record.layout_hash)
+        except RunError:
+            return [state]
+        return [*(ImageRecord(spec.name, spec.nbytes, b"", b"") for spec in layout.images), state]
+
     def _coverage(self, source: DurableSource, layouts: list[Layout]) -> list[EverstepError]:
         hashes = tuple(record.layout_hash for record in source.manifest.ranks)
         if hashes in self._covered:
             return []
+        reader = TableReader()
         try:
-            check_coverage([layout.entries for layout in layouts])
+            check_coverage(reader.of(layout) for layout in layouts)
         except StateMismatch as error:
             return [error]
         self._covered[hashes] = None

@@ -18,7 +18,7 @@ from everstep.format.constants import HASH_BYTES
 from everstep.format.hashing import chunk_hashes, image_root, rank_root
 from everstep.format.layout import Layout, decode, layout_hash
 from everstep.format.manifest import Manifest, RankRecord
-from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote, vote_hash
+from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote, header_of
 
 from .asking import reading
 from .catalog import list_step, read_layout, read_numbered, read_vote
@@ -326,12 +326,14 @@ async def _read_into(backend: Backend, name: str, offset: int, view: memoryview)
 
 def check_vote(data: bytes, vote: Vote, record: RankRecord, manifest: Manifest, name: str) -> None:
     """Damaged unless the vote is the very one that the manifest names, and its images the very ones."""
+    header = header_of(vote, data)
     pairs: list[tuple[str, object, object]] = [
-        ("hash", vote_hash(data), record.vote_hash),
+        ("hash", header.hash, record.vote_hash),
         ("layout", vote.layout_hash, record.layout_hash),
         ("world", vote.world, manifest.world),
         ("root", vote.root, rank_root(vote.images)),
-        ("images", {one.name: one.nbytes for one in vote.images}, record.images),
+        ("size of its images", header.images_nbytes, record.images_nbytes),
+        ("size of its state", header.state_nbytes, record.state_nbytes),
     ]
     for what, found, expected in pairs:
         if found != expected:

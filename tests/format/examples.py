@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from everstep.format import hashing, layout, names, vote
+from everstep.format.constants import FORMAT_VERSION
 from everstep.format.layout import Box, EntrySpec, Layout, Scope
 from everstep.format.manifest import Abort, Manifest, RankRecord, Tombstone
 from everstep.format.records import IncarnationRecord, RunRecord, Writer
@@ -16,7 +18,7 @@ CREATED = "2026-01-31T12:00:00Z"
 
 RUN = RunRecord(
     run_id="5f0c2a7e9b3d4816",
-    format=1,
+    format=FORMAT_VERSION,
     required=(),
     hash_id="xxh3-128",
     chunk_bytes=CHUNK_BYTES,
@@ -45,20 +47,32 @@ ABORT = Abort(STEP, INCARNATION, 2, "rank 0: disk is full", rank=0)
 TOMBSTONE = Tombstone(STEP, INCARNATION, 3, "keep_last=2", "2026-01-31T13:00:00Z")
 
 
-def specs() -> list[EntrySpec]:
-    """A tensor, a scalar, one in two boxes, one stored elsewhere, one whose dtype safetensors lacks."""
+def specs(version: int = FORMAT_VERSION) -> list[EntrySpec]:
+    """A tensor, a scalar, one in two boxes, one stored elsewhere, one whose dtype safetensors lacks; since
+    version 2 one of which rank 0's counts."""
     two = (Box((0, 0), (1, 2)), Box((3, 0), (1, 2)))
-    return [
+    found = [
         EntrySpec("model", "w", "float32", (2, 3), (Box.full((2, 3)),)),
         EntrySpec("model", "steps", "int64", (), (Box.full(()),)),
         EntrySpec("model", "cut", "bfloat16", (4, 2), two, Scope.GLOBAL),
         EntrySpec("model", "elsewhere", "float32", (5,), (Box.full((5,)),), Scope.GLOBAL, stored=False),
         EntrySpec("optimizer", "z", "complex128", (1,), (Box.full((1,)),)),
     ]
+    if version > 1:
+        found.append(EntrySpec("model", "mean", "float32", (2,), (Box.full((2,)),), Scope.FIRST))
+    return found
 
 
-def example_layout() -> Layout:
-    return layout.build_layout(specs())
+LAYOUT_OF_VERSION_1 = "457827f3612e6afe1aa2b64f63eaf97b"
+
+
+def example_layout(version: int = FORMAT_VERSION) -> Layout:
+    return layout.build_layout(specs(version))
+
+
+def layout_hash_of(version: int) -> str:
+    of = example_layout(version)
+    return LAYOUT_OF_VERSION_1 if version == 1 else layout.layout_hash(layout.encode(of))
 
 
 def image_bytes(of: Layout) -> dict[str, bytes]:
@@ -70,6 +84,14 @@ def image_bytes(of: Layout) -> dict[str, bytes]:
     return found
 
 
+META: dict[str, Any] = {
+    "mesh": {"dp": 1},
+    "coordinates": {"dp": 0},
+    "parts": {"model": {"class": "GPT"}, "optimizer": {"class": "AdamW"}},
+    "config_hash": "0123456789abcdef0123456789abcdef",
+    "metrics": {"loss": 0.5, "best": math.inf},
+}
+
 STATE = b"\x82\xa1v\x01\xa5parts\x80"
 """A state image: {"v": 1, "parts": {}}."""
 
@@ -79,8 +101,8 @@ def record_of(name: str, data: bytes) -> ImageRecord:
     return ImageRecord(name, len(data), hashing.image_root(len(data), chunks), chunks)
 
 
-def example_vote() -> Vote:
-    of = example_layout()
+def example_vote(version: int = FORMAT_VERSION) -> Vote:
+    of = example_layout(version)
     images = [record_of(name, data) for name, data in image_bytes(of).items()]
     images.append(record_of(vote.STATE_IMAGE, STATE))
     return Vote(
@@ -90,24 +112,22 @@ def example_vote() -> Vote:
         rank=0,
         world=1,
         kind="full",
-        layout_hash=layout.layout_hash(layout.encode(of)),
+        layout_hash=layout_hash_of(version),
         root=hashing.rank_root(images),
         images=tuple(images),
-        meta={"coordinates": {"dp": 0}, "metrics": {"loss": 0.5, "best": math.inf}},
+        meta=META if version > 1 else {key: META[key] for key in ("coordinates", "metrics")},
     )
 
 
-def example_manifest(vote_bytes: bytes) -> Manifest:
-    of = example_vote()
+def example_manifest(vote_bytes: bytes, version: int = FORMAT_VERSION) -> Manifest:
+    of = example_vote(version)
     record = RankRecord(
         rank=0,
         vote_hash=vote.vote_hash(vote_bytes),
         vote_nbytes=len(vote_bytes),
         layout_hash=of.layout_hash,
-        images={image.name: image.nbytes for image in of.images},
-        coordinates={"dp": 0},
-        data={"kind": "finite", "position": {"epoch": 1, "batch": 17}},
-        rng=("python", "torch"),
+        images_nbytes=sum(image.nbytes for image in of.images if image.name != vote.STATE_IMAGE),
+        state_nbytes=len(STATE),
     )
     return Manifest(
         step=STEP,
@@ -125,8 +145,11 @@ def example_manifest(vote_bytes: bytes) -> Manifest:
         libraries={"everstep": "0.1.0", "torch": "2.13.0"},
         metrics={"loss": 0.5, "best": math.inf},
         created=CREATED,
+        data={"kind": "finite", "position": {"epoch": 1, "batch": 17}},
+        rng=("python", "torch"),
     )
 
 
 VOTE_NAME = names.vote(STEP, INCARNATION, ATTEMPT, 0)
+GATHER_NAME = names.gather(STEP, INCARNATION, ATTEMPT, 0)
 MANIFEST_NAME = names.decision(STEP, INCARNATION, ATTEMPT)

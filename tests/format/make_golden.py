@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from everstep.format import layout, names
+from everstep.format.gather import encode_gather
 from everstep.format.manifest import encode_decision
 from everstep.format.records import encode_incarnation, encode_run
 from everstep.format.vote import encode_vote
@@ -17,7 +18,7 @@ from everstep.format.vote import encode_vote
 from . import examples
 from .examples import ATTEMPT, INCARNATION, STEP
 
-GOLDEN = Path(__file__).parent / "golden" / "v1"
+GOLDEN = Path(__file__).parent / "golden"
 
 
 def golden_files() -> dict[str, bytes]:
@@ -33,6 +34,7 @@ def golden_files() -> dict[str, bytes]:
         names.decision(STEP, INCARNATION, 2): encode_decision(examples.ABORT),
         names.decision(STEP, INCARNATION, 3): encode_decision(examples.TOMBSTONE),
         names.vote(STEP, INCARNATION, ATTEMPT, 0): vote,
+        examples.GATHER_NAME: encode_gather([vote]),
         names.state(STEP, INCARNATION, ATTEMPT, 0): examples.STATE,
     }
     for name, data in examples.image_bytes(of).items():

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 from everstep.format import layout, names
 from everstep.format.dtypes import DTYPES
+from everstep.format.gather import encode_gather
 from everstep.format.manifest import encode_decision
 from everstep.format.records import encode_incarnation, encode_run
 from everstep.format.vote import encode_vote
@@ -46,6 +47,7 @@ def example_names() -> str:
         names.layout(layout.layout_hash(layout.encode(example_layout()))),
         names.decision(12000, 3, 1),
         names.vote(12000, 3, 1, 0),
+        names.gather(12000, 3, 1, 0),
         names.image(12000, 3, 1, 0, "model"),
         names.state(12000, 3, 1, 0),
         names.events("node-a.4242"),
@@ -97,7 +99,7 @@ def example_state() -> bytes:
 
 
 def worked() -> dict[str, str]:
-    """What each named block says. The vote's may differ by release of zstandard, but must mean the same."""
+    """What each named block says. Those of votes may differ by release of zstandard, but must mean the same."""
     encoded = layout.encode(example_layout())
     vote = encode_vote(example_vote())
     return {
@@ -110,6 +112,7 @@ def worked() -> dict[str, str]:
         "layout": hex_dump(encoded),
         "headers": "\n".join(image.header[8:].decode().rstrip() for image in example_layout().images),
         "vote": hex_dump(vote),
+        "gather": hex_dump(encode_gather([vote])),
         "nodes": example_nodes(),
         "state": hex_dump(example_state()),
     }

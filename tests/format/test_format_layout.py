@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import struct
 import time
@@ -9,13 +10,17 @@ from pathlib import Path
 
 import everstep.format.layout as layouts
 import msgspec
+import numpy as np
 import pytest
 import safetensors
 import safetensors.torch
 import torch
 from everstep.errors import Damaged, UnknownFormat, UnsupportedValue
+from everstep.format import images
+from everstep.format.columns import BadColumn, pack, pack_array, unpack, unpack_array
 from everstep.format.dtypes import DTYPES, nbytes
 from everstep.format.layout import Box, Entry, EntrySpec, Layout, Scope
+from everstep.format.table import TableReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -268,38 +273,78 @@ def columns() -> dict[str, object]:
     return found
 
 
+COLUMNS = {"part", "dtype", "scope", "axes", "shape", "boxes", "offsets", "lengths", "image", "begin"}
+SCHEMA = {"parts", "dtypes", "part", "key", "dtype", "scope", "axes", "shape"}
+
+
+def spoil(field: str, value: object) -> bytes:
+    """The example's canonical bytes with another value of one field; lists of integers are packed."""
+    if field in COLUMNS and isinstance(value, list):
+        value = pack(value)
+    found = columns()
+    if field in SCHEMA:
+        schema = msgspec.msgpack.decode(found["schema"])  # type: ignore[arg-type]
+        field, value = "schema", msgspec.msgpack.encode({**schema, field: value})
+    return msgspec.msgpack.encode({**found, field: value})
+
+
 SPOILED: list[tuple[str, object, type[Exception]]] = [
-    ("v", 2, UnknownFormat),
+    ("v", 3, UnknownFormat),
+    ("v", 1, Damaged),
     ("v", "1", Damaged),
     ("dtypes", ["float32", "int64", "bfloat16", "float7"], UnknownFormat),
     ("new", [], Damaged),
-    ("key", ["w"] * 5, Damaged),
+    ("schema", b"", Damaged),
+    ("schema", 3, Damaged),
+    ("key", ["w"] * 6, Damaged),
     ("key", ["w"], Damaged),
-    ("key", [1, 2, 3, 4, 5], Damaged),
-    ("part", [0, 0, 0, 0, 7], Damaged),
-    ("part", [0, 0, 0, 0, -1], Damaged),
-    ("image", [1, 1, 1, 0, 9], Damaged),
-    ("image", [1, 1, 1, 0, 1], Damaged),
-    ("image", [0, 1, 1, 0, 2], Damaged),
-    ("image", [1, 1, 0, 0, 2], Damaged),
-    ("begin", [8, 0, 32, 0, 4], Damaged),
-    ("begin", [8, 8, 32, 0, 0], Damaged),
-    ("begin", [8, 0, 36, 0, 0], Damaged),
-    ("begin", [8, 0, 32, 1, 0], Damaged),
-    ("begin", [8, 0, 32, 0, 2**64 - 1], Damaged),
-    ("scope", [0, 0, 2, 1, 0], Damaged),
-    ("scope", [0, 0, 0, 1, 0], Damaged),
-    ("shape", [[2, 3], [], [4, 2], [5], [-1]], Damaged),
-    ("shape", [[2, 3], [], [4, 2], [5], [2]], Damaged),
-    ("shape", [[2**63] * 100000, [], [4, 2], [5], [1]], Damaged),
-    ("boxes", [None, None, [0, 0, 1, 2, 3, 0, 2, 2], None, None], Damaged),
-    ("boxes", [None, None, [0, 0, 1], None, None], Damaged),
-    ("boxes", [None, None, [0, 0, 4, 2], None, None], Damaged),
-    ("boxes", [None, [0], [0, 0, 1, 2, 3, 0, 1, 2], None, None], Damaged),
+    ("key", [1, 2, 3, 4, 5, 6], Damaged),
+    ("part", [0, 0, 0, 0, 7, 0], Damaged),
+    ("part", [0, 0, 0, 0, 1], Damaged),
+    ("part", b"\3\0\0\0", Damaged),
+    ("part", b"\1", Damaged),
+    ("part", b"\2" + bytes(12), Damaged),
+    ("part", b"\2" + bytes(11), Damaged),
+    ("part", b"\x08" + bytes(48), Damaged),
+    ("image", [1, 1, 1, 0, 9, 1], Damaged),
+    ("image", [1, 1, 1, 0, 1, 1], Damaged),
+    ("image", [0, 1, 1, 0, 2, 1], Damaged),
+    ("image", [1, 1, 0, 0, 2, 1], Damaged),
+    ("image", [1, 1, 1, 0, 2, 0], Damaged),
+    ("image", [1, 1, 1, 0, 2], Damaged),
+    ("begin", [8, 0, 40, 0, 0, 32], Damaged),
+    ("begin", [8, 0, 40, 0, 4, 32], Damaged),
+    ("begin", [8, 8, 40, 0, 0, 32], Damaged),
+    ("begin", [8, 0, 44, 0, 0, 32], Damaged),
+    ("begin", [8, 0, 40, 1, 0, 32], Damaged),
+    ("begin", [8, 0, 40, 0, 2**64 - 1, 32], Damaged),
+    ("begin", [], Damaged),
+    ("scope", [0, 0, 3, 1, 0, 2], Damaged),
+    ("scope", [0, 0, 0, 1, 0, 2], Damaged),
+    ("scope", [0, 0, 2, 1, 0, 2], Damaged),
+    ("axes", [2, 0, 2, 1, 1], Damaged),
+    ("axes", [2, 0, 2, 1, 1, 2], Damaged),
+    ("axes", [200, 0, 2, 1, 1, 1], Damaged),
+    ("shape", [2, 3, 4, 2, 5, 2**64 - 1, 2], Damaged),
+    ("shape", [2, 3, 4, 2, 5, 2, 2], Damaged),
+    ("shape", [2, 3, 4, 2, 5, 1, 2, 7], Damaged),
+    ("boxes", [0, 0, 3, 0, 0], Damaged),
+    ("boxes", [0, 0, 2, 0, 0, 0], Damaged),
+    ("boxes", [0, 2, 3, 0, 0, 0], Damaged),
+    ("boxes", [0, 2**64 - 1, 3, 0, 0, 0], Damaged),
+    ("boxes", [0, 0, 2**62, 0, 0, 0], Damaged),
+    ("boxes", [1, 0, 3, 0, 0, 0], Damaged),
+    ("offsets", [0, 0, 3], Damaged),
+    ("offsets", [0, 0, 4, 0], Damaged),
+    ("offsets", [0, 0, 0, 0], Damaged),
+    ("offsets", [0, 0, 3, 2**64 - 1], Damaged),
+    ("lengths", [1, 2, 2, 2], Damaged),
+    ("lengths", [1, 2, 1, 2, 1, 2], Damaged),
+    ("lengths", [], Damaged),
     ("images", ["model", "state"], Damaged),
     ("images", ["model", "model"], Damaged),
     ("images", ["model", "optimizer", "more"], Damaged),
-    ("image_bytes", [40, 17], Damaged),
+    ("image_bytes", [48, 17], Damaged),
     ("image_bytes", [2**63, 16], Damaged),
     ("parts", ["model", "optimizer", "unused"], Damaged),
 ]
@@ -307,7 +352,7 @@ SPOILED: list[tuple[str, object, type[Exception]]] = [
 
 @pytest.mark.parametrize(("field", "value", "error"), SPOILED)
 def test_hostile_columns_are_refused_by_name(field: str, value: object, error: type[Exception]) -> None:
-    spoiled = msgspec.msgpack.encode({**columns(), field: value})
+    spoiled = spoil(field, value)
     started = time.monotonic()
     with pytest.raises(error) as caught:
         layouts.decode(spoiled, NAME)
@@ -315,11 +360,69 @@ def test_hostile_columns_are_refused_by_name(field: str, value: object, error: t
     assert time.monotonic() - started < 5
 
 
+def test_the_spoiler_of_these_tests_spoils_nothing_else() -> None:
+    schema = msgspec.msgpack.decode(columns()["schema"])  # type: ignore[arg-type]
+    encoded = layouts.encode(example_layout())
+    assert spoil("scope", schema["scope"]) == spoil("key", schema["key"]) == encoded
+    assert spoil("image", [1, 1, 1, 0, 2, 1]) == spoil("offsets", [0, 0, 3, 0]) == encoded
+
+
+def test_unusual_places_are_kept() -> None:
+    """A layout whose entries lie in another order than writers choose."""
+    usual = layouts.build_layout([spec("m", "a", "float32", (2,)), spec("m", "b", "float32", (3,))])
+    a, b = usual.entries
+    begin = len(usual.images[0].header)
+    header = images.header([images.Tensor("b", "F32", (3,), 0, 12), images.Tensor("a", "F32", (2,), 12, 20)])
+    other = Layout(
+        (dataclasses.replace(a, offset=begin + 12), dataclasses.replace(b, offset=begin)),
+        (dataclasses.replace(usual.images[0], header=header),),
+    )
+    encoded = layouts.encode(other)
+    assert layouts.decode(encoded) == other
+    assert msgspec.msgpack.decode(encoded)["begin"] == pack([12, 0])
+    assert msgspec.msgpack.decode(layouts.encode(usual))["begin"] is None
+
+
+@given(random_specs())
+@settings(deadline=None)
+def test_a_table_says_what_the_layout_says(specs: list[EntrySpec]) -> None:
+    layout = layouts.build_layout(specs)
+    reader = TableReader()
+    table = reader.of(layout)
+    assert reader.of(layout).schema is table.schema
+    assert table.schema.names == [(entry.part, entry.key) for entry in layout.entries]
+    assert table.schema.shapes == [entry.shape for entry in layout.entries]
+    assert table.schema.dtypes == [entry.dtype for entry in layout.entries]
+    assert table.schema.has_global == any(entry.scope is Scope.GLOBAL for entry in layout.entries)
+    assert table.stored().tolist() == [entry.image is not None for entry in layout.entries]
+    counts, whole = table.counts()
+    assert counts.tolist() == [len(entry.boxes) for entry in layout.entries]
+    cut = [box for entry, full in zip(layout.entries, whole, strict=True) if not full for box in entry.boxes]
+    offsets, lengths = table.cuts(sum(len(box.offsets) for box in cut))
+    assert offsets.tolist() == [offset for box in cut for offset in box.offsets]
+    assert lengths.tolist() == [length for box in cut for length in box.lengths]
+
+
+@pytest.mark.parametrize(("field", "value", "error"), SPOILED)
+def test_hostile_columns_never_make_a_table_of_nonsense(
+    field: str, value: object, error: type[Exception]
+) -> None:
+    """A table proves less than the whole layout; what it gives still has one value for each entry."""
+    started = time.monotonic()
+    try:
+        table = TableReader().read(spoil(field, value), NAME)
+        counts, whole = table.counts()
+        assert len(counts) == len(whole) == len(table.stored()) == len(table.schema.names)
+    except (Damaged, UnknownFormat) as caught:
+        assert caught.fields["name"] == NAME
+    assert time.monotonic() - started < 5
+
+
 def test_an_image_without_entries_is_refused() -> None:
     more = {
         "images": ["model", "optimizer", "x"],
         "image_part": ["model", "optimizer", "x"],
-        "image_bytes": [40, 16, 0],
+        "image_bytes": [48, 16, 0],
     }
     with pytest.raises(Damaged, match="without entries"):
         layouts.decode(msgspec.msgpack.encode({**columns(), **more}), NAME)
@@ -356,6 +459,20 @@ def test_ten_thousand_entries() -> None:
     encoded = layouts.encode(layout)
     assert layouts.decode(encoded) == layout
     assert len(layouts.compress(encoded)) < 100_000
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=9) | st.lists(st.integers(0, 300), max_size=9))
+def test_columns_come_back(values: list[int]) -> None:
+    packed = pack(values)
+    assert unpack(packed) == values == unpack_array(packed).tolist()
+    assert pack_array(np.array(values, np.uint64)) == packed
+    assert len(packed) in ([0] if not values else [1 + width * len(values) for width in (1, 2, 4, 8)])
+
+
+@pytest.mark.parametrize("data", [b"\1", b"\0\0", b"\3abc", b"\2\1", b"\2\1\0", b"\xff" * 9])
+def test_what_is_no_column(data: bytes) -> None:
+    with pytest.raises(BadColumn):
+        unpack(data)
 
 
 def test_example_images_are_full_size() -> None:

@@ -74,8 +74,9 @@ def manifest_with(**changes: Any) -> bytes:
     return seal("manifest", {**body_of(encode_decision(MANIFEST)), **changes})
 
 
-def rank_with(**changes: Any) -> list[dict[str, Any]]:
-    return [{**body_of(encode_decision(MANIFEST))["ranks"][0], **changes}]
+def ranks_with(**changes: Any) -> dict[str, Any]:
+    """The manifest's columns, some of them changed."""
+    return {**body_of(encode_decision(MANIFEST))["ranks"], **changes}
 
 
 SPOILED: dict[str, bytes] = {
@@ -88,15 +89,27 @@ SPOILED: dict[str, bytes] = {
     "world is another": manifest_with(world=2),
     "kind is empty": manifest_with(kind=""),
     "scope is unknown": manifest_with(scope="galaxy"),
-    "ranks is a map": manifest_with(ranks={}),
-    "rank twice": manifest_with(ranks=rank_with() * 2, world=2),
-    "rank is another": manifest_with(ranks=rank_with(rank=1)),
-    "vote hash is short": manifest_with(ranks=rank_with(vote_hash="00")),
-    "vote hash is upper": manifest_with(ranks=rank_with(vote_hash="A" * 32)),
-    "layout hash is none": manifest_with(ranks=rank_with(layout_hash=None)),
-    "size is negative": manifest_with(ranks=rank_with(images={"model": -1})),
-    "size is huge": manifest_with(ranks=rank_with(vote_nbytes=2**63)),
-    "coordinate": manifest_with(ranks=rank_with(coordinates={"dp": -1})),
+    "ranks is a list": manifest_with(ranks=[]),
+    "ranks is a list of maps": manifest_with(ranks=[ranks_with()]),
+    "ranks is a text": manifest_with(ranks="0"),
+    "ranks is empty": manifest_with(ranks={}),
+    "rank twice": manifest_with(
+        ranks={key: [0, 0] if key == "rank" else 2 * column for key, column in ranks_with(rank=[0]).items()},
+        world=2,
+    ),
+    "a column is short": manifest_with(ranks=ranks_with(state_nbytes=[])),
+    "a column is long": manifest_with(ranks=ranks_with(layout=["0" * 32] * 2)),
+    "numbers are too many": manifest_with(ranks=ranks_with(rank=[0, 1])),
+    "rank is another": manifest_with(ranks=ranks_with(rank=[1])),
+    "rank is negative": manifest_with(ranks=ranks_with(rank=[-1])),
+    "vote hash is short": manifest_with(ranks=ranks_with(vote=["00"])),
+    "vote hash is upper": manifest_with(ranks=ranks_with(vote=["A" * 32])),
+    "vote hash has another digit": manifest_with(ranks=ranks_with(vote=["0" * 15 + "x" + "0" * 16])),
+    "layout hash is none": manifest_with(ranks=ranks_with(layout=[None])),
+    "size is negative": manifest_with(ranks=ranks_with(images_nbytes=[-1])),
+    "size of the state is negative": manifest_with(ranks=ranks_with(state_nbytes=[-1])),
+    "size is huge": manifest_with(ranks=ranks_with(vote_nbytes=[2**63 - 1])),
+    "rng is a text": manifest_with(rng="torch"),
     "mesh": manifest_with(mesh={"dp": 0}),
     "metrics is a list": manifest_with(metrics=[]),
 }
@@ -114,7 +127,7 @@ def test_a_missing_field_is_damage_and_an_unknown_one_another_format() -> None:
     del body["metrics"]
     with pytest.raises(Damaged, match="metrics"):
         decode_decision(seal("manifest", body), MANIFEST_NAME)
-    for data in (manifest_with(quorum=3), manifest_with(ranks=rank_with(quorum=3))):
+    for data in (manifest_with(quorum=3), manifest_with(ranks=ranks_with(quorum=[3]))):
         with pytest.raises(UnknownFormat, match="quorum") as caught:
             decode_decision(data, MANIFEST_NAME)
         assert caught.value.name == MANIFEST_NAME
@@ -133,7 +146,7 @@ def test_impossible_records_are_not_written() -> None:
     ):
         with pytest.raises(UnsupportedValue):
             encode_incarnation(dataclasses.replace(RECORD, **change))  # type: ignore[arg-type]
-    for change in ({"chunk_bytes": 5000}, {"chunk_bytes": 512}, {"run_id": ""}, {"format": 2}):
+    for change in ({"chunk_bytes": 5000}, {"chunk_bytes": 512}, {"run_id": ""}, {"format": 1}, {"format": 3}):
         with pytest.raises(UnsupportedValue):
             encode_run(dataclasses.replace(RUN, **change))  # type: ignore[arg-type]
 
@@ -147,6 +160,45 @@ def test_metrics_that_are_not_plain_are_refused_by_path() -> None:
 def test_a_node_manifest_may_hold_some_ranks_only() -> None:
     node = dataclasses.replace(MANIFEST, world=4, scope="node")
     assert decode_decision(encode_decision(node), MANIFEST_NAME) == node
+    some = tuple(dataclasses.replace(MANIFEST.ranks[0], rank=rank) for rank in (1, 3))
+    node = dataclasses.replace(node, ranks=some)
+    assert decode_decision(encode_decision(node), MANIFEST_NAME) == node
+
+
+def test_a_manifest_of_many_ranks_is_small_and_still_readable() -> None:
+    first = MANIFEST.ranks[0]
+    ranks = tuple(
+        dataclasses.replace(first, rank=rank, layout_hash=f"{rank:032x}", images_nbytes=10**11 + rank)
+        for rank in range(4096)
+    )
+    many = dataclasses.replace(MANIFEST, world=4096, mesh={"dp": 4096}, ranks=ranks)
+    data = encode_decision(many)
+    assert decode_decision(data, MANIFEST_NAME) == many
+    assert len(data) < 4096 * 128
+    assert max(map(len, data.decode().splitlines())) <= 100
+
+
+def test_a_manifest_of_version_1_has_rows_and_nothing_that_came_later() -> None:
+    body = body_of(encode_decision(MANIFEST))
+    first = MANIFEST.ranks[0]
+    row = {
+        **{"rank": 0, "vote_hash": first.vote_hash, "vote_nbytes": first.vote_nbytes},
+        **{"layout_hash": first.layout_hash, "images": {"model": 7, "state": 4}, "coordinates": {"dp": 0}},
+        **{"data": {"kind": "stream", "position": 3}, "rng": ["python"]},
+    }
+    del body["data"], body["rng"]
+    found = decode_decision(seal("manifest", {**body, "ranks": [row]}, format=1), MANIFEST_NAME)
+    assert isinstance(found, Manifest)
+    assert (found.ranks[0].images_nbytes, found.ranks[0].state_nbytes) == (7, 4)
+    assert (found.data, found.rng) == ({"kind": "stream", "position": 3}, ("python",))
+    for wrong in (
+        {**body, "ranks": ranks_with()},
+        {**body, "ranks": [{**row, "images": {"model": -1, "state": 9}}]},
+        {**body, "ranks": [{**row, "rng": "python"}]},
+        {**body, "ranks": [row], "data": None},
+    ):
+        with pytest.raises(Damaged):
+            decode_decision(seal("manifest", wrong, format=1), MANIFEST_NAME)
 
 
 # ------------------------------------------------------------------------------------- unknown formats
@@ -162,7 +214,8 @@ def run_with(**changes: Any) -> bytes:
         (run_with(required=["parity"]), ["parity"]),
         (run_with(hash_id="blake3-256"), "blake3-256"),
         (run_with(quorum=1), ["quorum"]),
-        (seal("run", {"anything": 1}, format=2), 2),
+        (seal("run", {"anything": 1}, format=3), 3),
+        (seal("run", {"anything": 1}, format=0), 0),
     ],
 )
 def test_runs_of_other_formats_say_found_and_supported(data: bytes, found: object) -> None:

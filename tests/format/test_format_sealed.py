@@ -71,7 +71,7 @@ def test_a_person_can_read_it() -> None:
         "{",
         '  "everstep": "thing",',
         f'  "hash": "xxh3-128:{json.loads(data)["hash"][9:]}",',
-        '  "format": 1,',
+        '  "format": 2,',
         '  "step": 7,',
     ]
     assert '  "name": "Zoë",' in lines
@@ -172,10 +172,24 @@ def test_another_kind_is_not_taken() -> None:
 
 def test_another_format_version_says_what_to_do() -> None:
     with pytest.raises(UnknownFormat) as caught:
-        sealed.unseal(sealed.seal("thing", {"new": 1}, format=2), "thing", NAME)
+        sealed.unseal(sealed.seal("thing", {"new": 1}, format=3), "thing", NAME)
     error = caught.value
-    assert (error.found, error.expected, error.name) == (2, 1, NAME)
+    assert (error.found, error.expected, error.name) == (3, "at most 2", NAME)
     assert error.hint and "release" in error.hint
+
+
+def test_former_versions_are_read() -> None:
+    data = sealed.seal("thing", {"old": 1}, format=1)
+    assert sealed.unseal(data, "thing", NAME) == {"old": 1}
+    assert sealed.unseal_versioned(data, NAME) == ("thing", 1, {"old": 1})
+
+
+@given(st.lists(st.integers() | st.text(max_size=60) | st.none() | st.floats(allow_nan=False), max_size=80))
+def test_long_lists_of_scalars_are_filled_into_lines(items: list[Any]) -> None:
+    data = sealed.seal("thing", {"inside": {"items": items}})
+    assert sealed.unseal(data, "thing", NAME) == {"inside": {"items": items}}
+    if all(isinstance(item, int) and item < 10**9 for item in items):
+        assert len(data.splitlines()) < 12 + len(items) // 5
 
 
 def test_another_hash_is_another_format() -> None:
@@ -193,7 +207,7 @@ def test_a_changed_name_of_the_hash_is_damage() -> None:
 
 
 def test_a_changed_version_without_a_new_hash_is_damage() -> None:
-    data = sealed.seal("thing", {}).replace(b'"format": 1', b'"format": 2')
+    data = sealed.seal("thing", {}).replace(b'"format": 2', b'"format": 1')
     with pytest.raises(Damaged, match="hash is wrong"):
         sealed.unseal(data, "thing", NAME)
 

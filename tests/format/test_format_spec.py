@@ -6,7 +6,9 @@ import re
 
 import pytest
 from everstep.format import layout, vote
-from everstep.format.vote import _HEADER, decode_vote
+from everstep.format.constants import FORMAT_VERSION
+from everstep.format.gather import decode_gather
+from everstep.format.vote import _HEADER, decode_header, decode_vote
 from everstep.plan.boxes import CUT_AXES_MAX
 from everstep.state.codec import decode_state
 from everstep.state.wire import (
@@ -19,15 +21,21 @@ from everstep.state.wire import (
     Tag,
 )
 
-from .examples import VOTE_NAME, example_layout, example_vote
+from .examples import GATHER_NAME, VOTE_NAME, example_layout, example_vote
 from .spec import PAGE, blocks, dtype_rows, from_hex_dump, worked
 
-EXACT = [name for name in worked() if name not in ("vote", "manifest")]
+EXACT = [name for name in worked() if name not in ("vote", "gather", "manifest")]
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_worked_bytes_are_the_code_s(name: str) -> None:
     assert blocks()[name] == worked()[name]
+
+
+def test_the_page_is_of_this_version() -> None:
+    text = PAGE.read_text()
+    assert text.startswith(f"# everstep: the stored format, version {FORMAT_VERSION}\n")
+    assert re.search(rf"^\| {FORMAT_VERSION} \| \w", text, re.M), "the history says what changed"
 
 
 def test_every_named_block_is_checked() -> None:
@@ -47,6 +55,11 @@ def test_the_worked_vote_decodes() -> None:
     assert f"a header of {vote.HEADER_BYTES} bytes" in text
     assert f"hash of the {_HEADER.size} bytes before" in text
     assert vote.vote_hash(data) in blocks()["manifest"]
+
+
+def test_the_worked_gather_decodes() -> None:
+    header = decode_header(from_hex_dump(blocks()["vote"]), VOTE_NAME)
+    assert decode_gather(from_hex_dump(blocks()["gather"]), GATHER_NAME) == [header]
 
 
 def test_the_worked_manifest_names_the_worked_vote() -> None:

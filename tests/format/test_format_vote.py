@@ -11,12 +11,24 @@ import pytest
 import zstandard
 from everstep.errors import Damaged, UnknownFormat, UnsupportedValue
 from everstep.format import hashing, names
-from everstep.format.vote import _HEADER, HEADER_BYTES, ImageRecord, Vote, decode_vote, encode_vote, vote_hash
+from everstep.format.gather import decode_gather, encode_gather
+from everstep.format.vote import (
+    _HEADER,
+    HEADER_BYTES,
+    ImageRecord,
+    Vote,
+    agreement_of,
+    decode_header,
+    decode_vote,
+    encode_vote,
+    header_of,
+    vote_hash,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from .damage import assert_all_found
-from .examples import VOTE_NAME, example_vote, record_of
+from .examples import ATTEMPT, INCARNATION, STEP, VOTE_NAME, example_vote, record_of
 
 DATA = encode_vote(example_vote())
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
@@ -25,7 +37,7 @@ WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
 def test_a_vote_comes_back() -> None:
     assert decode_vote(DATA, VOTE_NAME) == example_vote()
     assert decode_vote(DATA, "a copy outside the run") == example_vote()
-    assert vote_hash(DATA) == hashing.hexdigest(DATA)
+    assert vote_hash(DATA) == hashing.hexdigest(DATA[: HEADER_BYTES - 16])
     assert encode_vote(decode_vote(DATA, VOTE_NAME)) == DATA
 
 
@@ -134,7 +146,7 @@ def rebuilt(index: Any = None, frame: bytes | None = None, **header: Any) -> byt
     slots = [
         "magic",
         "version",
-        "features",
+        "flags",
         "step",
         "incarnation",
         "attempt",
@@ -143,7 +155,15 @@ def rebuilt(index: Any = None, frame: bytes | None = None, **header: Any) -> byt
         "kind",
         "layout",
     ]
-    slots += ["root", "index_bytes", "plain_bytes", "index_hash"]
+    slots += [
+        "root",
+        "agreement",
+        "images_nbytes",
+        "state_nbytes",
+        "index_bytes",
+        "plain_bytes",
+        "index_hash",
+    ]
     plain = zstandard.ZstdDecompressor().decompress(DATA[HEADER_BYTES:]) if index is None else index
     frame = zstandard.ZstdCompressor().compress(plain) if frame is None else frame
     values: dict[str, Any] = {
@@ -163,8 +183,15 @@ def index_with(**changes: Any) -> bytes:
 
 
 HOSTILE: dict[str, tuple[bytes, type[Exception]]] = {
-    "newer version": (rebuilt(version=2), UnknownFormat),
-    "features": (rebuilt(features=1), UnknownFormat),
+    "newer version": (rebuilt(version=3), UnknownFormat),
+    "older version": (rebuilt(version=0), UnknownFormat),
+    "version of another header": (rebuilt(version=1), Damaged),
+    "unknown flag": (rebuilt(flags=2), UnknownFormat),
+    "flag without hashes": (rebuilt(flags=1), Damaged),
+    "other agreement": (rebuilt(agreement=b"\1" * 16), Damaged),
+    "other size of images": (rebuilt(images_nbytes=1), Damaged),
+    "other size of the state": (rebuilt(state_nbytes=2**63), Damaged),
+    "attempt 0": (rebuilt(attempt=0), Damaged),
     "rank beyond world": (rebuilt(rank=7), Damaged),
     "huge step": (rebuilt(step=2**64 - 1), Damaged),
     "kind of bytes": (rebuilt(kind=b"\xff" * 8), Damaged),
@@ -190,6 +217,105 @@ def test_hostile_votes_with_good_hashes_are_refused(what: str) -> None:
     with pytest.raises(error) as caught:
         decode_vote(data, VOTE_NAME)
     assert caught.value.name == VOTE_NAME  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------------------------------------- headers
+
+
+def test_a_header_says_what_a_commit_needs() -> None:
+    vote = example_vote()
+    for data in (DATA, DATA[:HEADER_BYTES], DATA[:HEADER_BYTES] + b"whatever"):
+        header = decode_header(data, VOTE_NAME)
+        assert header == header_of(vote, DATA)
+    assert header.hash == vote_hash(DATA) and header.nbytes == len(DATA)
+    assert header.images_nbytes + header.state_nbytes == sum(image.nbytes for image in vote.images)
+    assert header.state_nbytes == vote.images[-1].nbytes and not header.has_entry_hashes
+    told = encode_vote(dataclasses.replace(vote, entry_hashes={"model/w": "1" * 32}))
+    assert decode_header(told, VOTE_NAME).has_entry_hashes
+
+
+def test_every_damage_of_a_header_is_found() -> None:
+    header = DATA[:HEADER_BYTES]
+    for at in range(HEADER_BYTES):
+        for mask in (0x01, 0x20, 0x80, 0xFF):
+            damaged = header[:at] + bytes([header[at] ^ mask]) + header[at + 1 :]
+            with pytest.raises((Damaged, UnknownFormat)):
+                decode_header(damaged, VOTE_NAME)
+        with pytest.raises(Damaged):
+            decode_header(header[:at], VOTE_NAME)
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"mesh": {"dp": 2}}, False),
+        ({"config_hash": None}, False),
+        ({"parts": {"model": {}}}, False),
+        ({"parts": {"optimizer": {"class": "other"}, "model": {}}}, True),
+        ({"coordinates": {"dp": 7}}, True),
+        ({"metrics": {}}, True),
+    ],
+)
+def test_the_agreement_binds_what_ranks_must_say_alike(change: dict[str, Any], same: bool) -> None:
+    meta = example_vote().meta
+    assert (agreement_of({**meta, **change}) == agreement_of(meta)) is same
+    assert agreement_of({}) == agreement_of({"mesh": None, "config_hash": None, "parts": None})
+    assert agreement_of({"mesh": {"a": 1, "b": 2}}) == agreement_of({"mesh": {"b": 2, "a": 1}})
+
+
+# ---------------------------------------------------------------------------------------------- gathers
+
+SEVERAL = [encode_vote(dataclasses.replace(example_vote(), rank=rank, world=9)) for rank in (2, 3, 5)]
+GATHER = encode_gather(SEVERAL)
+GATHER_NAME = names.gather(STEP, INCARNATION, ATTEMPT, 2)
+
+
+def test_gathered_votes_come_back() -> None:
+    found = decode_gather(GATHER, GATHER_NAME)
+    assert found == [decode_header(data, "x") for data in SEVERAL]
+    assert found == decode_gather(encode_gather([data[:HEADER_BYTES] for data in SEVERAL]), "elsewhere")
+
+
+def test_every_damage_of_gathered_votes_is_found() -> None:
+    count = assert_all_found(GATHER, lambda data: decode_gather(data, GATHER_NAME), GATHER_NAME)
+    assert count > 3000
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        names.gather(STEP, INCARNATION, ATTEMPT, 3),
+        names.gather(STEP, INCARNATION, ATTEMPT + 1, 2),
+        names.gather(STEP, INCARNATION + 1, ATTEMPT, 2),
+        names.gather(STEP + 1, INCARNATION, ATTEMPT, 2),
+        names.vote(STEP, INCARNATION, ATTEMPT, 2),
+    ],
+)
+def test_gathered_votes_under_another_name_are_refused(name: str) -> None:
+    with pytest.raises(Damaged, match=r"by the name|not that of a gather") as caught:
+        decode_gather(GATHER, name)
+    assert caught.value.name == name
+
+
+def test_votes_that_do_not_belong_together_are_not_gathered() -> None:
+    other = encode_vote(dataclasses.replace(example_vote(), rank=6, world=9, step=STEP + 1))
+    for wrong in ([], SEVERAL[::-1], SEVERAL[:1] * 2, [*SEVERAL, other]):
+        with pytest.raises(UnsupportedValue):
+            encode_gather(wrong)
+
+
+def test_hostile_gathers_with_good_hashes_are_refused() -> None:
+    body = GATHER[: -hashing.HASH_BYTES]
+    for wrong, error in (
+        (body[:8] + b"\3" + body[9:], UnknownFormat),
+        (body[:12] + b"\2" + body[13:], Damaged),
+        (body[:12] + b"\xff" * 4 + body[16:], Damaged),
+        (body[:16], Damaged),
+        (body[:16] + body[16 + HEADER_BYTES :], Damaged),
+        (body[:20] + b"\xff" + body[21:], Damaged),
+    ):
+        with pytest.raises(error):
+            decode_gather(wrong + hashing.digest(wrong), GATHER_NAME)
 
 
 def test_the_rebuilder_of_these_tests_builds_well() -> None:

@@ -1,5 +1,5 @@
 """What the golden runs hold, as functions of nothing but names and numbers. Never changed: the files of
-version 1 were made from it."""
+all versions were made from it."""
 
 from __future__ import annotations
 

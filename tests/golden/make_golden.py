@@ -1,6 +1,6 @@
 """Makes the golden runs of the present format version: ``python -m tests.golden.make_golden``, from the top.
 
-Run it for a new format version only: what version 1 wrote stays as it is.
+Run it for a new format version only: what former versions wrote stays as it is.
 """
 
 from __future__ import annotations

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from everstep.errors import StateMismatch
-from everstep.format.layout import Box, Entry, EntrySpec, Layout, Scope, build_layout
+from everstep.format.layout import Box, Entry, EntrySpec, ImageSpec, Layout, Scope, build_layout
+from everstep.format.table import TableReader
 from everstep.plan.coverage import check_coverage
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +24,12 @@ def of(
 
 
 def check(*ranks: list[EntrySpec]) -> None:
-    check_coverage([build_layout(rank).entries for rank in ranks])
+    check_layouts([build_layout(rank) for rank in ranks])
+
+
+def check_layouts(layouts: Sequence[Layout]) -> None:
+    reader = TableReader()
+    check_coverage(reader.of(layout) for layout in layouts)
 
 
 FULL = Box((0,), (8,))
@@ -78,7 +85,7 @@ def test_very_many_problems_make_a_short_message() -> None:
 def test_boxes_that_no_layout_would_hold_are_refused() -> None:
     wild = Entry("model", "w", "float32", (8,), (Box((6,), (4,)),), Scope.GLOBAL, 0, 4096, 16)
     with pytest.raises(StateMismatch, match="outside shape"):
-        check_coverage([[wild]])
+        check_layouts([Layout((wild,), (ImageSpec("model", "model", bytes(4096), 4112),))])
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 4))
@@ -115,7 +122,7 @@ def test_many_keys_and_many_shards() -> None:
     for rank in range(8):
         box = Box((rank,), (1,))
         layouts.append(build_layout([of(box, key=f"layers.{i}.w") for i in range(keys)]))
-    check_coverage([layout.entries for layout in layouts])  # 100,000 entries
+    check_layouts(layouts)  # 100,000 entries
 
     def sharded(count: int) -> list[Layout]:
         return [
@@ -123,4 +130,4 @@ def test_many_keys_and_many_shards() -> None:
             for r in range(4)
         ]
 
-    check_coverage([layout.entries for layout in sharded(32_000)])
+    check_layouts(sharded(32_000))

@@ -14,7 +14,7 @@ from everstep.format import names
 from everstep.format.layout import Box, EntrySpec, Scope, build_layout
 from everstep.format.manifest import Abort, Manifest
 from everstep.memory.errors import SlotGone
-from everstep.store.catalog import list_step, read_decision
+from everstep.store.catalog import list_step, read_decision, read_vote
 from everstep.store.commit import abort_attempt, next_attempt, try_commit
 
 from tests.store import store_kit as kit
@@ -141,8 +141,11 @@ def test_no_decision_while_votes_are_missing_and_one_when_they_are_in(tmp_path: 
         manifest = both[0]
         assert isinstance(manifest, Manifest)
         assert manifest.mesh == {"dp": 2} and manifest.parts["optimizer"]["class"] == "AdamW"
-        assert [record.coordinates for record in manifest.ranks] == [{"dp": 0}, {"dp": 1}]
-        assert [record.data for record in manifest.ranks][1] == {"kind": "finite", "position": 8}
+        assert manifest.data == {"kind": "finite", "position": 7} and manifest.rng == ("python", "torch")
+        votes = [(await read_vote(backend, STEP, 1, 1, rank))[1] for rank in range(2)]
+        assert [record.nbytes for record in manifest.ranks] == [
+            sum(image.nbytes for image in vote.images) for vote in votes
+        ]
         assert await next_attempt(backend, STEP, 1) == (2, manifest)
         assert await abort_attempt(backend, STEP, 1, 1, reason="too late") == manifest
 
