@@ -21,6 +21,7 @@ from ..errors import StateMismatch
 from ..format.layout import Entry
 from .codec import Decoder, StateImage
 from .fit import Fitter
+from .names import parameter_names
 from .plan_base import Ledger, StoredTensor, checked_allow
 from .tensors import bytes_of, writable_bytes
 from .trainstate import BARE_PART, TrainState
@@ -93,7 +94,7 @@ def plan_restore(
         live = {part: value for part, value in live.items() if part in parts}
     wanted = [part for part in stored.parts if parts is None or part in parts]
     placeholders = stored.decoder(StoredTensor, keep_types=True)
-    fitter = Fitter(ledger)
+    fitter = Fitter(ledger, parameter_names(state))
     appliers: dict[str, Callable[[Any], Any]] = {}
     for part in wanted:
         if part not in live:
