@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "memory": frozenset({"errors", "format"}),
     "store": STORE,
     "agent": STORE | {"store"},
-    "state": frozenset({"errors", "format"}),
+    "state": frozenset({"errors", "format", "plan"}),
     "snapshot": frozenset({"errors", "format", "memory", "state"}),
     "facade": EVERYTHING,
     "demo": EVERYTHING,

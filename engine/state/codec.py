@@ -87,6 +87,17 @@ class StateImage:
         self.parts = _parse(data, name)
         self._containers: list[Node] | None = None
 
+    @classmethod
+    def of_nodes(cls, parts: dict[str, Node], name: str) -> StateImage:
+        """An image of nodes that were made otherwise, and hold no aliases."""
+        made = cls.__new__(cls)
+        made.name, made.light, made.registry = name, False, REGISTRY
+        made.parts, made._containers = parts, None
+        return made
+
+    def damaged(self, node: Node, why: str = "not a known node") -> Damaged:
+        return Damaged(f"{self.name}: a malformed node", found=f"{why}: {_shown(node)}", name=self.name)
+
     def decoder(self, resolve: Resolve, *, keep_types: bool = False) -> Decoder:
         """What makes values of nodes; values made by one decoder share aliased containers. ``keep_types``:
         the state of an object comes as an :class:`ObjectState`."""

@@ -23,8 +23,9 @@ import torch
 from . import keys, objects
 from .chunks import ChunkOptimizers, Chunks, kind_of
 from .optim import load_optimizer, plan_optimizer
-from .plan_base import Ledger, Phase, Planned, StoredArray, StoredTensor
+from .plan_base import Ledger, Phase, Planned, StoredArray, StoredTensor, stored_in
 from .registry import ObjectState, attributes_of, set_attributes
+from .sharded import Shards
 
 Applier = Callable[[Any], Any]
 
@@ -72,7 +73,7 @@ class Fitter:
         type_name = None
         if isinstance(stored, ObjectState):
             type_name, stored = stored.type_name, stored.value
-        if isinstance(live, torch.Tensor):
+        if isinstance(live, (torch.Tensor, Shards)):
             return self._tensor(live, stored, where)
         if objects.is_stateful(live):
             return self._object(live, stored, type_name, where)
@@ -81,6 +82,8 @@ class Fitter:
         if isinstance(live, torch.Generator):
             return self._generator(live, stored, where)
         if live is None or (isinstance(live, (dict, list)) and not live):
+            for index in stored_in(stored):
+                self.ledger.tensor(index)
             return lambda value: _refill(live, value)
         if isinstance(live, dict):
             return self._dict(live, stored, where, strict)
@@ -102,7 +105,7 @@ class Fitter:
             return self._mistyped(live, stored, where)
         return lambda value: _refill(live, value)
 
-    def _tensor(self, live: torch.Tensor, stored: Any, where: str) -> Applier:
+    def _tensor(self, live: torch.Tensor | Shards, stored: Any, where: str) -> Applier:
         self.ledger.wanted += 1
         if not isinstance(stored, StoredTensor):
             return self._mistyped(live, stored, where)
@@ -154,10 +157,11 @@ class Fitter:
     def _entries(self, live: dict[Any, Any], stored: dict[Any, Any], where: str) -> dict[Any, Applier]:
         appliers: dict[Any, Applier] = {}
         for key in stored.keys() - live.keys():
-            self.ledger.differ("unexpected", f"{place(where, key)}: in the checkpoint, not in the target")
+            self.ledger.unexpected(place(where, key), stored[key], "in the checkpoint, not in the target")
         for key, value in live.items():
             here = place(where, key)
             if key in stored:
+                self.ledger.met.add(here)
                 appliers[key] = self.fit(value, stored[key], here)
             else:
                 self.ledger.wanted += holds_tensors(value)
@@ -272,21 +276,26 @@ class Fitter:
             return self._mistyped(live, stored, where)
         own = objects.state_of(live, where)
         for key in stored.keys() - own.keys():
-            self.ledger.differ("unexpected", f"{place(where, key)}: in the checkpoint, not in the target")
+            self.ledger.unexpected(place(where, key), stored[key], "in the checkpoint, not in the target")
         plain = objects.is_plain_module(live)
         missing = False
         for key, value in own.items():
             here = place(where, key)
-            self.ledger.wanted += isinstance(value, torch.Tensor)
+            tensor = isinstance(value, (torch.Tensor, Shards))
+            self.ledger.wanted += tensor
             if key not in stored:
                 missing = True
                 self.ledger.differ("missing", f"{here}: in the target, not in the checkpoint")
-            elif isinstance(value, torch.Tensor) != isinstance(stored[key], StoredTensor):
+                continue
+            self.ledger.met.add(here)
+            if tensor != isinstance(stored[key], StoredTensor):
                 self._mistyped(value, stored[key], here)
-            elif isinstance(value, torch.Tensor):
+            elif tensor and plain:
+                self.ledger.claim(value, stored[key].index, here)
+            elif tensor and self.ledger.fits(value, stored[key].index, here):
                 # A module that does something of its own while loading gets a filled dict instead of filled
                 # tensors.
-                (self.ledger.claim if plain else self.ledger.fits)(value, stored[key].index, here)
+                self.ledger.like(stored[key].index, value)
         if plain:
             return lambda value: live
 
@@ -302,7 +311,7 @@ class Fitter:
 def holds_tensors(value: Any) -> bool:
     """Whether ``value``, a live or a stored one, holds tensors, large arrays or objects with state
     anywhere."""
-    if isinstance(value, (torch.Tensor, StoredTensor, StoredArray, ObjectState)):
+    if isinstance(value, (torch.Tensor, Shards, StoredTensor, StoredArray, ObjectState)):
         return True
     if isinstance(value, (*_SCALARS, type(None), np.ndarray, np.generic)):
         return False
@@ -323,7 +332,7 @@ def place(where: str, key: Any) -> str:
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, (StoredTensor, torch.Tensor)):
+    if isinstance(value, (StoredTensor, torch.Tensor, Shards)):
         return "a tensor"
     if isinstance(value, StoredArray):
         return "a numpy array"
