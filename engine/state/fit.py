@@ -14,13 +14,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from . import keys, objects
+from .chunks import ChunkOptimizers, Chunks, kind_of
 from .optim import load_optimizer, plan_optimizer
 from .plan_base import Ledger, Phase, Planned, StoredArray, StoredTensor, stored_in
 from .registry import ObjectState, attributes_of, set_attributes
@@ -29,7 +30,12 @@ from .sharded import Shards
 Applier = Callable[[Any], Any]
 
 _SCALARS = (bool, int, float, complex, str, bytes)
-_WITH_TYPE_CHECK = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+_WITH_TYPE_CHECK = (
+    torch.optim.Optimizer,
+    ChunkOptimizers,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
+)
 """Objects whose load_state_dict takes anything: another class's state must not get there."""
 
 
@@ -40,8 +46,10 @@ def _take(value: Any) -> Any:
 class Fitter:
     """One restore. Collects loads of objects, which run in their phases once all appliers have run."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, names: Mapping[int, str]) -> None:
+        """``names``: of parameters, by id."""
         self.ledger = ledger
+        self._names = names
         self._loads: list[tuple[Phase, Callable[[], Any]]] = []
 
     def part(self, live: Any, stored: Any, part: str) -> Applier:
@@ -215,9 +223,11 @@ class Fitter:
             phase = live.phase
         elif isinstance(live, torch.nn.Module):
             return self._module(live, stored, where)
-        elif isinstance(live, torch.optim.Optimizer):
-            plan_optimizer(self.ledger, live, stored, where)
-            load, phase = functools.partial(load_optimizer, live), Phase.OPTIMIZERS
+        elif isinstance(live, Chunks):
+            return self._chunks(live, stored, where)
+        elif isinstance(live, (torch.optim.Optimizer, ChunkOptimizers)):
+            plan_optimizer(self.ledger, live, stored, where, self._names)
+            load, phase = functools.partial(load_optimizer, live, names=self._names), Phase.OPTIMIZERS
         elif isinstance(live, torch.optim.lr_scheduler.LRScheduler):
             phase = Phase.SCHEDULERS
         return self._later(phase, load, live)
@@ -236,9 +246,34 @@ class Fitter:
     def _check_type(self, live: Any, type_name: str | None, where: str) -> None:
         if type_name is None or not isinstance(live, _WITH_TYPE_CHECK):
             return
-        stored, mine = type_name.partition(":")[2], type(live).__qualname__
+        stored, mine = type_name.partition(":")[2], kind_of(live).__qualname__
         if stored != mine:
             self.ledger.differ("class", f"{where}: state of a {stored}, the target is a {mine}")
+
+    def _chunks(self, live: Chunks, stored: Any, where: str) -> Applier:
+        """Each chunk takes its own keys of the one state of all."""
+        appliers: list[Applier] = []
+        if isinstance(stored, list):
+            # Saved module by module, in a list.
+            appliers.append(self._sequence(list(live.modules), stored, where, strict=True))
+        elif not isinstance(stored, dict):
+            return self._mistyped(live, stored, where)
+        else:
+            known: set[str] = set()
+            for module in live.modules:
+                own = objects.state_of(module, where).keys()
+                known.update(own)
+                mine = {key: value for key, value in stored.items() if key in own}
+                appliers.append(self._module(objects.unwrap(module), mine, where))
+            for key in stored.keys() - known:
+                self.ledger.differ("unexpected", f"{place(where, key)}: in the checkpoint, not in the target")
+
+        def apply(value: Any) -> Any:
+            for one in appliers:
+                one(value)
+            return live
+
+        return apply
 
     def _module(self, live: torch.nn.Module, stored: Any, where: str) -> Applier:
         if not isinstance(stored, dict):

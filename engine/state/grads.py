@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import StateError
 from . import objects
+from .chunks import Chunks, as_chunks
 from .plan_base import Ledger, Planned, StoredTensor, memory_of
 from .sharded import local_of
 from .tensors import copy_into
@@ -68,10 +70,14 @@ class Gradients(Planned):
         elif parameter.grad is None or not ledger.claim_if_free(parameter.grad, index):
             ledger.like(index, parameter)
 
-    def _parameters(self) -> dict[str, torch.Tensor]:
-        model = objects.unwrap(self._owner.model)
+    def _parameters(self) -> Mapping[str, torch.Tensor]:
+        model = as_chunks(objects.unwrap(self._owner.model))
+        if isinstance(model, Chunks):
+            return model.named_parameters()
         if not isinstance(model, torch.nn.Module):
             raise StateError(
-                "gradients are stored for a model that is one nn.Module", found=type(model), path="grads"
+                "gradients are stored for a model that is one nn.Module, or a list of its chunks",
+                found=type(model),
+                path="grads",
             )
         return objects.named_parameters(model)

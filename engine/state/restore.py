@@ -26,6 +26,7 @@ from . import objects
 from .codec import Decoder, StateImage
 from .fit import Applier, Fitter, refill
 from .merge import Saved, Skeleton, selected
+from .names import parameter_names
 from .plan_base import Extra, Ledger, Phase, StoredTensor, checked_allow
 from .tensors import bytes_of, writable_bytes
 from .trainstate import BARE_PART, TrainState
@@ -169,7 +170,7 @@ class _Restore:
             self._live = {part: value for part, value in self._live.items() if part in parts}
         self._chosen = [part for part in self._image.parts if parts is None or part in parts]
         self._ledger = Ledger(self._image, stored.entries, allow)
-        self._fitter = Fitter(self._ledger)
+        self._fitter = Fitter(self._ledger, parameter_names(state))
         self._appliers: dict[str, Applier] = {}
         self._lists: dict[str, Reshard] = {}
 
