@@ -16,7 +16,7 @@ from .state.restore import plan_restore, plan_values
 from .state.trainstate import TrainState
 from .store.blocking import run_blocking
 from .store.fill import FillReport, fill
-from .store.sources import ArenaSource, Source
+from .store.sources import DurableSource, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def as_values(rank: int, parts: Collection[str] | None) -> Reading:
 
 
 def _tier(sources: Sequence[Source]) -> str:
-    return "memory" if isinstance(sources[0], ArenaSource) else "disk"
+    return "disk" if isinstance(sources[0], DurableSource) else "memory"
 
 
 def _check_world(source: Source, rank: int, world: int | None) -> None:

@@ -44,7 +44,7 @@ class _Plan:
     """What to fill. ``targets`` maps an entry's index to the tensor that stands for it in the values."""
 
     def __init__(self, ledger: Ledger, skeleton: Skeleton) -> None:
-        self.targets: dict[int, torch.Tensor] = ledger.targets
+        self.targets: dict[int, Any] = ledger.targets
         self.skeleton = skeleton
         self._ledger = ledger
 
@@ -89,6 +89,14 @@ class RestorePlan(_Plan):
     def met(self) -> Collection[str]:
         """Paths at which target and checkpoint both have something."""
         return self._ledger.met
+
+    @property
+    def used(self) -> list[Entry]:
+        """The entries that this target takes, whether it holds anything of them or not."""
+        return [self._ledger.entry(index) for index in sorted(self._ledger.used)]
+
+    def entries_of(self, extra: Extra) -> list[Entry]:
+        return [self._ledger.entry(index) for index in sorted(extra.indices)]
 
     @property
     def incomplete(self) -> bool:
