@@ -262,7 +262,7 @@ class Fitter:
                 mine = {key: value for key, value in stored.items() if key in own}
                 appliers.append(self._module(objects.unwrap(module), mine, where))
             for key in stored.keys() - known:
-                self.ledger.differ("unexpected", f"{place(where, key)}: in the checkpoint, not in the target")
+                self.ledger.unexpected(place(where, key), stored[key], "in the checkpoint, not in the target")
 
         def apply(value: Any) -> Any:
             for one in appliers:
