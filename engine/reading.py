@@ -7,6 +7,7 @@ compared, and one rank's failure is every rank's.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from .phases import Phases
 from .plan import whose
 from .plan.whose import Key
 from .saved import Checkpoint
+from .state.elastic import check_data, derive_rng, reshard_loader_state
 from .state.merge import Saved, Skeleton, differences, merged
 from .state.plan_base import Extra
 from .state.restore import RestorePlan, plan_restore, plan_values
@@ -122,7 +124,9 @@ class _Load:
             self.first = self.own = self.phases.rank
         else:
             self.first = whose.home(self.phases.rank, checkpoint.world)
-        checkpoint.meta(self.first)  # nothing here needs it, but a snapshot is taken whole or not at all
+        said = checkpoint.meta(self.first)
+        if self.parts is None or LOADER in self.parts:
+            check_data(self.state.data, (said.get("data") or {}).get("kind"))
         if self.own is None:
             return checkpoint, self._plan_elsewhere(checkpoint)
         [mine] = checkpoint.images([self.first])
@@ -143,25 +147,24 @@ class _Load:
         """At another number of ranks than wrote it."""
         special = self._special()
         needed = whose.representatives(checkpoint.layouts, self.first)
-        taken, each = {}, {}
-        reshard = self.state.reshard_loader if LOADER in special else None
+        taken: dict[str, int] = {}
+        each: dict[str, Sequence[int]] = {}
+        reshard: dict[str, Callable[[list[Any]], Any] | None] = {}
+        derive: dict[str, Callable[[Any], Any]] = {}
+        rank, world = self.phases.rank, self.phases.world
         if RNG in special:
             taken[RNG] = 0
             needed = [*needed, 0]
-        if reshard is not None:
-            each[LOADER] = range(checkpoint.world)
-            needed = [*needed, *each[LOADER]]
+            derive[RNG] = functools.partial(derive_rng, world=world, rank=rank)
+        if LOADER in special:
+            reshard[LOADER] = None
+            if self.state.reshard_loader is not None:
+                each[LOADER] = range(checkpoint.world)
+                needed = [*needed, *each[LOADER]]
+                reshard[LOADER] = lambda states: reshard_loader_state(self.state, states, rank, world)
         skeleton = merged(checkpoint.images(list(dict.fromkeys(needed))), taken=taken, each=each)
-        rank, world = self.phases.rank, self.phases.world
         return plan_restore(
-            self.state,
-            skeleton,
-            allow=self.allow,
-            parts=self.parts,
-            derive={RNG: lambda stored: derive_rng(stored, world, rank)} if RNG in special else {},
-            reshard={LOADER: (lambda states: reshard(states, rank, world)) if reshard is not None else None}
-            if LOADER in special
-            else {},
+            self.state, skeleton, allow=self.allow, parts=self.parts, derive=derive, reshard=reshard
         )
 
     def _settle(self, checkpoint: Checkpoint, plan: RestorePlan) -> None:

@@ -22,7 +22,11 @@ _WRAPPERS = (
         "ActivationWrapper",
         "_checkpoint_wrapped_module",
     ),
-    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "_fsdp_wrapped_module"),
+    (
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        "FullyShardedDataParallel",
+        "_fsdp_wrapped_module",
+    ),
 )
 """Modules around a module: where the class is found, its name, and the name that it gives the module inside. The
 state dicts of the last two name what is inside as if they were not there."""
@@ -198,9 +202,7 @@ def named_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return found
 
 
-def all_parameters(
-    module: torch.nn.Module, prefix: str = ""
-) -> tuple[list[str], list[torch.nn.Parameter]]:
+def all_parameters(module: torch.nn.Module, prefix: str = "") -> tuple[list[str], list[torch.nn.Parameter]]:
     """All names of parameters, behind ``prefix``, and the parameter of each, in the order of the state dict."""
     names: list[str] = []
     parameters: list[torch.nn.Parameter] = []

@@ -65,7 +65,9 @@ def named_content(optimizer: torch.optim.Optimizer, content: Any, names: Mapping
             if name is None or type(at) is not int:
                 return content
             found[at] = name
-    if len(content["param_groups"]) != len(optimizer.param_groups) or not found.keys().isdisjoint(found.values()):
+    if len(content["param_groups"]) != len(optimizer.param_groups) or not found.keys().isdisjoint(
+        found.values()
+    ):
         return content
     # State that belongs to no parameter keeps its key, which must not look like a name.
     others = [key for key in content["state"] if key not in found]
@@ -268,8 +270,12 @@ class _ByName:
             for name, live in zip(named, group["params"], strict=True):
                 state = self._stored["state"].get(name)
                 if name not in self._group_of:
-                    self._ledger.differ("missing", f"{self._place(name)}: in the target, not in the checkpoint")
-                elif isinstance(state, dict):
+                    self._ledger.differ(
+                        "missing", f"{self._place(name)}: in the target, not in the checkpoint"
+                    )
+                    continue
+                self._ledger.met.add(self._place(name))
+                if isinstance(state, dict):
                     _plan_state(self._ledger, optimizer, live, state, self._place(name))
 
     def finish(self) -> None:
@@ -306,7 +312,9 @@ class _ByName:
                 )
         for source, member in others:
             for option in _unequal(groups[first], groups[source]):
-                self._ledger.differ("options", f"{place}/{option}: {_said(groups, option, first, source, name, member)}")
+                self._ledger.differ(
+                    "options", f"{place}/{option}: {_said(groups, option, first, source, name, member)}"
+                )
 
 
 def _members(optimizer: torch.optim.Optimizer | ChunkOptimizers) -> list[torch.optim.Optimizer]:

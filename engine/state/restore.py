@@ -207,8 +207,11 @@ class _Restore:
 
     def _plan_list(self, part: str, made: Reshard | None) -> None:
         if made is None:
-            text = f"{part}: states of {len(self._stored.each[part])} ranks, which only reshard_loader= can turn into others"
-            self._ledger.differ("loader", text)
+            self._ledger.differ(
+                "loader",
+                f"{part}: positions of another number of ranks in the data; divide them anew with "
+                "TrainState(reshard_loader=fn), fn(states, rank, world) -> state",
+            )
         else:
             self._lists[part] = made
 

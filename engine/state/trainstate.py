@@ -83,7 +83,8 @@ class TrainState:
             )
         if reshard_loader is not None and not callable(reshard_loader):
             raise BadOption(
-                "reshard_loader= is a function of (states, rank, world)", found=type(reshard_loader).__qualname__
+                "reshard_loader= is a function of (states, rank, world)",
+                found=type(reshard_loader).__qualname__,
             )
         if grads and model is None:
             raise BadOption("grads=True needs a model")
@@ -168,7 +169,9 @@ class TrainState:
         """Leaves and state image of all parts, asked now."""
         ask = Asker(self)
         parts = self._ask(ask)
-        shared = bool(self.replicated or self._global_addresses or self._global_state or self._first_addresses)
+        shared = bool(
+            self.replicated or self._global_addresses or self._global_state or self._first_addresses
+        )
         return flatten(parts, scope=self.scope if shared else None, ask=ask)
 
     def replace(self, part: str, value: Any) -> None:
