@@ -156,7 +156,7 @@ class Checkpointer:
                     writes=True,
                     node=node_of(self._place.node, tier.directory),
                 ).load(
-                    into_state(trained, ranks.rank, ranks.world, allow),
+                    into_state(trained, allow),
                     step=step,
                     config=self._config,
                     config_reason=config_reason,

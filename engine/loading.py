@@ -27,6 +27,7 @@ from .format.manifest import Manifest
 from .format.records import RunRecord
 from .memory.arena import Arena
 from .nodes import Nodes
+from .phases import PhaseFailed, Phases
 from .ranks import Ranks
 from .reading import Filled, Reading
 from .store.blocking import run_blocking
@@ -103,14 +104,8 @@ class Loader:
             candidate, changes = found
             what = f"loading step {candidate.step}"
 
-            def attempt(candidate: Candidate = candidate) -> Filled:
-                with ExitStack() as stack:
-                    return read(self._open(run, candidate, stack))
-
-            with self._nodes.serving(candidate, run.chunk_bytes):
-                filled, errors = self._ranks.outcomes(what, attempt, timeout_s=self._timeout_s)
-            if not errors:
-                assert filled is not None
+            filled, errors = self._attempt(read, run, candidate, what)
+            if filled is not None:
                 return self._done(candidate, filled, changes, time.monotonic() - began), filled
             if not all(isinstance(error, FALL_BACK) for error in errors.values()):
                 raise self._ranks.verdict(what, errors)
@@ -120,6 +115,17 @@ class Loader:
                 proposals = self._proposals(run, step)
             else:
                 self._skip(candidate, errors)
+
+    def _attempt(
+        self, read: Reading, run: RunRecord, candidate: Candidate, what: str
+    ) -> tuple[Filled | None, dict[int, EverstepError]]:
+        """What ``read`` gave, or every failed rank's error, the same on all ranks."""
+        phases = Phases(self._ranks, what, timeout_s=self._timeout_s)
+        with self._nodes.serving(candidate, run.chunk_bytes), ExitStack() as stack:
+            try:
+                return read(lambda: self._open(run, candidate, stack), phases), {}
+            except PhaseFailed as failed:
+                return None, failed.errors
 
     def _done(
         self, candidate: Candidate, filled: Filled, changes: dict[str, Any], seconds: float

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "store": STORE,
     "agent": STORE | {"store"},
     "exchange": STORE | {"store"},
-    "state": frozenset({"errors", "format"}),
+    "state": frozenset({"errors", "format", "plan"}),
     "snapshot": frozenset({"errors", "format", "memory", "state"}),
     "facade": EVERYTHING,
     "demo": EVERYTHING,

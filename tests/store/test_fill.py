@@ -82,10 +82,10 @@ def test_every_read_arrives_and_no_chunk_is_read_twice(
     spans = data.draw(st.lists(st.tuples(st.integers(0, nbytes - 1), st.integers(0, nbytes)), max_size=20))
     content = random.Random(nbytes).randbytes(nbytes)
     source = BytesSource(content, chunk_bytes, min(header_bytes, nbytes))
-    reads, targets, place = [], {}, Box((), ())
+    reads, targets = [], {}
     for index, (start, length) in enumerate(spans):
         count = min(length, nbytes - start)
-        reads.append(Read(index, place, 0, "i", start, count, 3))
+        reads.append(Read(index, 0, "i", start, count, 3))
         targets[index] = memoryview(bytearray(count + 5))
 
     report = asyncio.run(fill([source], reads, targets, parallel=2, piece_bytes=piece_bytes))  # type: ignore[list-item]
@@ -104,7 +104,7 @@ def test_every_read_arrives_and_no_chunk_is_read_twice(
 
 def test_a_read_outside_the_image_is_refused() -> None:
     source = BytesSource(bytes(100), 64)
-    read = Read(0, Box((), ()), 0, "i", 90, 20, 0)
+    read = Read(0, 0, "i", 90, 20, 0)
     with pytest.raises(StateMismatch, match="outside"):
         asyncio.run(fill([source], [read], {0: memoryview(bytearray(20))}))  # type: ignore[list-item]
 
@@ -115,7 +115,7 @@ def test_nothing_of_a_bad_chunk_reaches_a_tensor() -> None:
     data[300] ^= 1
     source.data = bytes(data)
     target = memoryview(bytearray(1024))
-    read = Read(0, Box((), ()), 0, "i", 0, 1024, 0)
+    read = Read(0, 0, "i", 0, 1024, 0)
     with pytest.raises(Damaged, match=r"bytes/i.*offset 256") as caught:
         asyncio.run(fill([source], [read], {0: target}))  # type: ignore[list-item]
     assert caught.value.offset == 256 and caught.value.found != caught.value.expected
@@ -131,7 +131,7 @@ def test_a_bad_chunk_comes_from_the_next_source_and_is_reported() -> None:
     stranger = BytesSource(bytes(1000), 256)
     other.record, other.data = stranger.record, stranger.data
     target = memoryview(bytearray(1000))
-    read = Read(0, Box((), ()), 0, "i", 0, 1000, 0)
+    read = Read(0, 0, "i", 0, 1000, 0)
     report = asyncio.run(fill([first, other, last], [read], {0: target}))  # type: ignore[list-item]
     assert bytes(target) == good
     assert [(f.source, f.served_by, f.offset, f.nbytes) for f in report.fallbacks] == [
