@@ -35,7 +35,9 @@ class Checkpoint:
         self.step = sources[0].step
         self.world = sources[0].world
         self.tier = "disk" if isinstance(sources[0], DurableSource) else "memory"
-        self.layouts: list[Layout] = self._of_each(range(self.world), lambda source, rank: source.layout(rank))
+        self.layouts: list[Layout] = self._of_each(
+            range(self.world), lambda source, rank: source.layout(rank)
+        )
 
     def images(self, ranks: Sequence[int]) -> list[Saved]:
         """The state images of ``ranks``, in that order."""
@@ -59,11 +61,16 @@ class Checkpoint:
     def roots(self, images: Collection[tuple[int, str]]) -> dict[tuple[int, str], bytes]:
         """The roots of images by (rank, name)."""
         ranks = sorted({rank for rank, _ in images})
-        records = dict(zip(ranks, self._of_each(ranks, lambda source, rank: source.records(rank)), strict=True))
+        records = dict(
+            zip(ranks, self._of_each(ranks, lambda source, rank: source.records(rank)), strict=True)
+        )
         return {(rank, name): records[rank][name].root for rank, name in images}
 
     def fill(
-        self, wanted: Sequence[tuple[Entry, memoryview]], readers: Sequence[int | None], equal: Collection[Key] = ()
+        self,
+        wanted: Sequence[tuple[Entry, memoryview]],
+        readers: Sequence[int | None],
+        equal: Collection[Key] = (),
     ) -> FillReport:
         """Fill ``wanted``, each as the rank at the save that ``readers`` says (see :func:`plan_reads`)."""
         reads = self._reads([entry for entry, _ in wanted], readers, equal)
@@ -72,7 +79,9 @@ class Checkpoint:
             self._warn(f"{fallback.source}: {fallback.error}; the bytes came from {fallback.served_by}")
         return report
 
-    def _reads(self, entries: Sequence[Entry], readers: Sequence[int | None], equal: Collection[Key]) -> list[Read]:
+    def _reads(
+        self, entries: Sequence[Entry], readers: Sequence[int | None], equal: Collection[Key]
+    ) -> list[Read]:
         found: list[Read] = []
         for reader in dict.fromkeys(readers):
             some = [at for at, other in enumerate(readers) if other == reader]

@@ -56,9 +56,7 @@ class _Plan:
             view = writable_bytes(slot.tensor)
             assert view is not None, "slots are contiguous CPU tensors"
             scope = Scope.GLOBAL if slot.sharded else stored.scope
-            entry = replace(
-                stored, boxes=(slot.box,), scope=scope, image=None, offset=0, nbytes=view.nbytes
-            )
+            entry = replace(stored, boxes=(slot.box,), scope=scope, image=None, offset=0, nbytes=view.nbytes)
             found.append((entry, view))
         return found
 
@@ -151,7 +149,9 @@ def plan_restore(
     Differences are collected in the plan; settle what is unexpected, then ``raise_mismatches``. Raises Damaged for
     a checkpoint that contradicts itself.
     """
-    return _Restore(TrainState.of(target), stored, checked_allow(allow), parts, derive or {}, reshard or {}).plan()
+    return _Restore(
+        TrainState.of(target), stored, checked_allow(allow), parts, derive or {}, reshard or {}
+    ).plan()
 
 
 class _Restore:

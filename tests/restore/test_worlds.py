@@ -13,7 +13,7 @@ from everstep.state.sharded import Shards
 from everstep.state.trainstate import TrainState
 from torch import nn
 
-from .worlds import MemorySource, joined, load, numbered, quietly, rows, split, values
+from .worlds import MemorySource, joined, load, numbered, quietly, split, values
 
 
 def plain(value: Any, **more: Any) -> TrainState:
@@ -112,7 +112,10 @@ def test_what_no_rank_takes_is_unexpected_and_what_one_takes_is_not() -> None:
     loosened = load(
         source, [plain({name: torch.zeros(4) for name in names}) for names in ("a", "bc")], {"unexpected"}
     )
-    assert [len(some) for some in loosened] == [0, 1]  # as many ranks as saved: told by the one that stored it
+    assert [len(some) for some in loosened] == [
+        0,
+        1,
+    ]  # as many ranks as saved: told by the one that stored it
 
 
 def test_stages_in_another_place_at_the_same_number_of_ranks() -> None:
@@ -356,7 +359,7 @@ def test_keys_select_by_patterns() -> None:
     assert set(found["model"]) == {"1.running_mean", "1.running_var"}
     assert values(source, keys="extra/l/[[]1]")["extra"]["l"][1] == 5
     assert values(source, keys="extra", parts=["extra"])["extra"]["deep"]["x"] == 2
-    with pytest.raises(StateMismatch, match="no key of the checkpoint matches 'model/0.wieght'") as caught:
+    with pytest.raises(StateMismatch, match="no key of the checkpoint matches") as caught:
         values(source, keys=["model/0.wieght"])
     assert "model/0.weight" in str(caught.value)
     with pytest.raises(StateMismatch, match="no part called modle"):
