@@ -32,6 +32,12 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
+class Mapped(Protocol):
+    """An image in memory, or the parts of it that are: sliced by offsets in the image."""
+
+    def __getitem__(self, where: slice, /) -> memoryview: ...
+
+
 class Source(Protocol):
     """One holder of one checkpoint's images.
 
@@ -69,8 +75,8 @@ class Source(Protocol):
         """Fill ``view`` from the image; not verified. Raises Damaged also where the image ends too early."""
         ...
 
-    def mapped(self, rank: int, image: str) -> memoryview | None:
-        """The whole image where it lies in memory already, else None."""
+    def mapped(self, rank: int, image: str) -> Mapped | None:
+        """The image where it lies in memory already, else None."""
         ...
 
     def locate(self, rank: int, image: str) -> str:
