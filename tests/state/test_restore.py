@@ -391,7 +391,7 @@ def test_moments_of_another_dtype_in_the_target_are_an_error() -> None:
     for state in target.optimizer.state.values():
         state["exp_avg"] = state["exp_avg"].bfloat16()
     with pytest.raises(
-        StateMismatch, match="dtype: optimizer/state/#0/exp_avg: stored float32, target bfloat16"
+        StateMismatch, match="dtype: optimizer/state/scale/exp_avg: stored float32, target bfloat16"
     ):
         restore(target, source.flatten())
 
