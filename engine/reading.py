@@ -19,13 +19,14 @@ from .format.hashing import digest
 from .phases import Phases
 from .plan import whose
 from .plan.whose import Key
-from .saved import Checkpoint
+from .saved import Checkpoint, Wanted
 from .state.elastic import check_data, derive_rng, reshard_loader_state
 from .state.merge import Saved, Skeleton, differences, merged
 from .state.plan_base import Extra
 from .state.restore import RestorePlan, plan_restore, plan_values
 from .state.rng import RandomState
 from .state.trainstate import TrainState
+from .store.fill import FillReport
 from .store.sources import Source
 
 PROOF_BYTES_MAX = 256 << 20
@@ -112,7 +113,8 @@ class _Load:
         if self.own is None and checkpoint.world > 1:
             unequal = phases.from_first(lambda: _unequal(checkpoint, self._special()))
         phases.each(lambda: self._check(checkpoint, plan, unequal))
-        return phases.each(lambda: self._fill(checkpoint, plan))
+        with checkpoint.filling(phases, lambda: self._asked(plan)) as fill_now:
+            return phases.each(lambda: self._fill(checkpoint, plan, fill_now))
 
     # -- comparing
 
@@ -210,12 +212,16 @@ class _Load:
 
     # -- filling
 
-    def _fill(self, checkpoint: Checkpoint, plan: RestorePlan) -> Filled:
+    def _asked(self, plan: RestorePlan) -> tuple[Wanted, list[int | None], set[Key]]:
         wanted = plan.wanted()
-        readers = [
-            self._reader(entry, source) for (entry, _), source in zip(wanted, plan.sources(), strict=True)
-        ]
-        report = checkpoint.fill(wanted, readers, self.equal | self.loose)
+        sources = plan.sources()
+        readers = [self._reader(entry, source) for (entry, _), source in zip(wanted, sources, strict=True)]
+        return wanted, readers, self.equal | self.loose
+
+    def _fill(
+        self, checkpoint: Checkpoint, plan: RestorePlan, fill_now: Callable[[], FillReport]
+    ) -> Filled:
+        report = fill_now()
         loosened = plan.finish()
         if self.own is None and RNG in self._special() and self.phases.rank == 0:
             warnings.warn(

@@ -20,7 +20,7 @@ import secrets
 import stat
 import time
 from bisect import bisect_right
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -31,6 +31,7 @@ from .format.hashing import hexdigest
 from .format.layout import Layout
 from .format.vote import ImageRecord
 from .memory.process import Process, boot_id
+from .phases import PhaseFailed, Phases
 from .plan.reads import Range, Read
 from .plan.shares import Clipper, ImageKey, Needs, Round, common_ranges, deal, without
 from .ranks import Ranks
@@ -54,6 +55,49 @@ TEXT_MAX = 250
 LABEL = "memory shared by the node's ranks"
 
 
+@contextlib.contextmanager
+def shared_fill(
+    phases: Phases,
+    sources: Sequence[Source],
+    reads: Sequence[Read],
+    targets: Mapping[int, memoryview],
+    *,
+    shared_bytes: int = SHARED_BYTES,
+) -> Iterator[Callable[[], FillReport]]:
+    """Prepare to do by all ranks together what :func:`.fill.fill` does: bytes that several ranks of one node
+    need are read by one of them. Images that lie in a rank's memory already are not
+    shared by it. Gives the function that fills, which all ranks call next, at most once.
+
+    All ranks enter, whatever they need, even nothing; they talk three times, and no more while they fill. A rank's
+    failure in what is shared ends it on the node's other ranks too, with the same error where that is Damaged or
+    Pruned, else with a RankError that names it; a rank that ended, or made no progress within the phases' time,
+    is a RankError. What a rank reads alone fails on that rank alone. The caller makes it one verdict.
+    """
+    if phases.world == 1:
+        yield lambda: run_blocking(fill(sources, reads, targets))
+        return
+    with contextlib.ExitStack() as stack:
+        report = FillReport()
+        offer = phases.each(lambda: _offer(phases, sources, reads, report, shared_bytes, stack))
+        offers = [_Offer(*told) for told in phases.share(offer.told)]
+        group = [rank for rank, told in enumerate(offers) if told.node and told[:2] == offer.told[:2]]
+        opened = None
+        if len(group) > 1 and phases.rank in group:
+            opened = _open_all([offers[rank] for rank in group], offer.places, stack)
+        able = phases.share(opened is not None)
+
+        def fill_now() -> FillReport:
+            if opened is None or not all(able[rank] for rank in group):
+                report.add(run_blocking(fill(sources, reads, targets)))
+                return report
+            members = {rank: Process(offers[rank].pid, offers[rank].start_time, boot_id()) for rank in group}
+            with contextlib.closing(_Board(opened, members, phases.rank, phases.timeout_s)) as board:
+                _Sharing(board, offer, sources, reads, targets, report).run()
+            return report
+
+        yield fill_now
+
+
 def fill_shared(
     ranks: Ranks,
     node: str,
@@ -64,46 +108,19 @@ def fill_shared(
     timeout_s: float,
     shared_bytes: int = SHARED_BYTES,
 ) -> FillReport:
-    """As :func:`.fill.fill`, by all ranks together: bytes that several ranks of one node (``node`` is the same
-    text) need are read by one of them. Images that lie in a rank's memory already are not shared by it.
-
-    All ranks call it, whatever they need, even nothing; the calls between the ranks are three. A rank's failure
-    in what is shared ends it on the node's other ranks too, with the same error where that is Damaged or Pruned,
-    else with a RankError that names it; a rank that ended, or made no progress within ``timeout_s`` seconds, is a
-    RankError. What a rank reads alone fails on that rank alone: the caller tells the others.
-    """
-    if ranks.world == 1:
-        return run_blocking(fill(sources, reads, targets))
-    with contextlib.ExitStack() as stack:
-        report = FillReport()
-        what = "finding what is read by several ranks"
-        offer, errors = ranks.outcomes(
-            what,
-            lambda: _offer(ranks.world, node, sources, reads, report, shared_bytes, stack),
-            timeout_s=timeout_s,
-        )
-        if errors:
-            raise _verdict(ranks, what, errors)
-        assert offer is not None
-        offers = [_Offer(*told) for told in ranks.agree(what, offer.told, timeout_s=timeout_s)]
-        group = [rank for rank, told in enumerate(offers) if told.node and told[:2] == offer.told[:2]]
-        opened = None
-        if len(group) > 1 and ranks.rank in group:
-            opened = _open_all([offers[rank] for rank in group], offer.places, stack)
-        able = ranks.agree("opening the shared memory", opened is not None, timeout_s=timeout_s)
-        if opened is None or not all(able[rank] for rank in group):
-            report.add(run_blocking(fill(sources, reads, targets)))
-            return report
-        board = stack.enter_context(contextlib.closing(_Board(opened, group, offers, ranks, timeout_s)))
-        _Sharing(board, offer, sources, reads, targets, report).run()
-    return report
-
-
-def _verdict(ranks: Ranks, what: str, errors: dict[int, EverstepError]) -> EverstepError:
-    """One error for all ranks where all of them may fall back to an older step."""
-    if all(isinstance(error, FALL_BACK) for error in errors.values()):
-        return errors.get(ranks.rank, errors[min(errors)])
-    return ranks.verdict(what, errors)
+    """:func:`shared_fill` in one call, with one verdict: where a rank fails, all raise. Its own error, or one that
+    names it; Damaged and Pruned are everyone's, so that all may fall back to an older step. ``node`` is the same
+    text for the ranks of one node; a wait for the others is no longer than ``timeout_s`` seconds."""
+    what = "reading together"
+    phases = Phases(ranks, what, timeout_s=timeout_s, node=node)
+    try:
+        with shared_fill(phases, sources, reads, targets, shared_bytes=shared_bytes) as fill_now:
+            return phases.each(fill_now)
+    except PhaseFailed as failed:
+        errors = failed.errors
+        if all(isinstance(error, FALL_BACK) for error in errors.values()):
+            raise errors.get(ranks.rank, errors[min(errors)]) from failed
+        raise ranks.verdict(what, errors) from failed
 
 
 # ------------------------------------------------------------------------------------------ coming together
@@ -131,8 +148,7 @@ class _Mine(NamedTuple):
 
 
 def _offer(
-    world: int,
-    node: str,
+    phases: Phases,
     sources: Sequence[Source],
     reads: Sequence[Read],
     report: FillReport,
@@ -147,7 +163,7 @@ def _offer(
     }
     encoded = msgspec.msgpack.encode([[*key, image.ranges()] for key, image in images.items()])
     first = sources[0]
-    places = _Places(world, first.chunk_bytes, shared_bytes)
+    places = _Places(phases.world, first.chunk_bytes, shared_bytes)
     try:
         token = secrets.token_bytes(TOKEN_BYTES)
         fd = _create(token, encoded, places, stack)
@@ -158,7 +174,7 @@ def _offer(
     covered = sorted(frozenset[int]().union(*(source.ranks for source in sources)))
     same = (first.incarnation, first.step, first.chunk_bytes, covered, shared_bytes, boot_id())
     place = (process.pid, process.start_time, fd, token.hex(), len(encoded))
-    return _Mine(_Offer(node, hexdigest(repr(same).encode()), *place), images, places)
+    return _Mine(_Offer(phases.node, hexdigest(repr(same).encode()), *place), images, places)
 
 
 class _Places:
@@ -250,15 +266,13 @@ class _Board:
 
     FAILED = (1 << 64) - 1
 
-    def __init__(
-        self, opened: _Opened, group: Sequence[int], offers: Sequence[_Offer], ranks: Ranks, timeout_s: float
-    ) -> None:
+    def __init__(self, opened: _Opened, members: Mapping[int, Process], rank: int, timeout_s: float) -> None:
         self.needs = opened.needs
         self.half_bytes = opened.places.half_bytes
-        self.me = group.index(ranks.rank)
-        self.readers = len(group)
-        self._group = group
-        self._alive = [Process(offers[rank].pid, offers[rank].start_time, boot_id()) for rank in group]
+        self._group = list(members)
+        self._processes = list(members.values())
+        self.me = self._group.index(rank)
+        self.readers = len(members)
         self._timeout_s = timeout_s
         self._places = opened.places
         self.heard: EverstepError | None = None
@@ -307,7 +321,7 @@ class _Board:
             now = time.monotonic()
             if now - looked > LIVE_EVERY_S:
                 looked = now
-                gone = [member for member in late if not self._alive[member].alive()]
+                gone = [member for member in late if not self._processes[member].alive()]
                 if gone:
                     self.heard = self._silent(gone, "their processes ended")
                     raise self.heard

@@ -344,7 +344,7 @@ class UnionSource:
     async def read_into(self, rank: int, image: str, offset: int, view: memoryview) -> None:
         await self._of[rank].read_into(rank, image, offset, view)
 
-    def mapped(self, rank: int, image: str) -> memoryview | None:
+    def mapped(self, rank: int, image: str) -> Mapped | None:
         return self._of[rank].mapped(rank, image)
 
     def locate(self, rank: int, image: str) -> str:

@@ -25,9 +25,10 @@ from everstep.format import names
 from everstep.format.entries import Box, Entry, EntrySpec, Layout, Scope
 from everstep.format.layout import build_layout
 from everstep.format.manifest import Manifest
+from everstep.phases import Phases
 from everstep.plan.reads import chunk_ranges, plan_reads
 from everstep.ranks import Ranks
-from everstep.sharing import LABEL, fill_shared
+from everstep.sharing import LABEL, fill_shared, shared_fill
 from everstep.store.blocking import run_blocking
 from everstep.store.catalog import list_step, read_decision
 from everstep.store.commit import try_commit
@@ -383,7 +384,9 @@ place = t.Ranks(rank, 3, FileStore(sys.argv[2], 3), prefix="t")
 place.agree("start", 0, timeout_s=60)
 began = time.monotonic()
 try:
-    t.fill_shared(place, "n", member.durable, reads, targets, timeout_s=60, shared_bytes=t.SHARED)
+    phases = t.Phases(place, "loading", timeout_s=60, node="n")
+    with t.shared_fill(phases, member.durable, reads, targets, shared_bytes=t.SHARED) as fill_now:
+        fill_now()
     print("no error")
 except t.RankError as error:
     print("RankError", error.ranks, time.monotonic() - began < 10, error)

@@ -240,9 +240,11 @@ def test_a_tensor_of_the_first_rank_counts_where_there_is_no_own() -> None:
         assert [read.rank for read in plan([full("a", scope=wanted)], first, 2)] == [2]
         assert [read.rank for read in plan([full("a", scope=wanted)], first, None)] == [0]
     assert [read.rank for read in plan([full("a")], first, 2)] == [0]
-    with pytest.raises(StateMismatch, match=r"ranks \[1, 2\]"):
-        plan([full("a", scope=FIRST)], [[full("b")], *first[1:]], None)  # rank 0 has none
-    assert [read.rank for read in plan([full("a", scope=FIRST)], [[full("b")], first[0]], None)] == [1]
+    elsewhere = [[full("b")], *first[1:]]
+    assert [read.rank for read in plan([full("a", scope=FIRST)], elsewhere, None)] == [1]
+    mixed = [[full("a", scope=RANK)], first[1]]
+    with pytest.raises(StateMismatch, match=r"ranks \[0, 1\]"):
+        plan([full("a", scope=FIRST)], mixed, None)
 
 
 def test_one_key_may_be_wanted_in_many_boxes() -> None:
