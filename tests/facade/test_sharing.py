@@ -25,10 +25,9 @@ from everstep.format import names
 from everstep.format.entries import Box, Entry, EntrySpec, Layout, Scope
 from everstep.format.layout import build_layout
 from everstep.format.manifest import Manifest
-from everstep.phases import Phases
 from everstep.plan.reads import chunk_ranges, plan_reads
 from everstep.ranks import Ranks
-from everstep.sharing import LABEL, fill_shared, shared_fill
+from everstep.sharing import LABEL, fill_shared
 from everstep.store.blocking import run_blocking
 from everstep.store.catalog import list_step, read_decision
 from everstep.store.commit import try_commit
@@ -37,6 +36,8 @@ from everstep.store.sources import ArenaSource, DurableSource, Source
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.store import store_kit as kit
+
+from .kit import forget_memory, torchrun
 
 WORLD = 3
 STEP = 1
@@ -417,3 +418,45 @@ def test_a_killed_reader_is_noticed_long_before_the_timeout(saved: Saved, tmp_pa
     assert jobs[1].returncode == -signal.SIGKILL, told[1]
     for rank in (0, 2):
         assert told[rank][0].startswith("RankError [1] True"), told[rank]
+
+
+LOADING = """
+import torch.distributed as dist
+from everstep.backends.files import LocalBackend
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+counted = [0]
+real = LocalBackend.read_into
+async def read_into(self, name, offset, view):
+    if name.endswith(".safetensors"):
+        counted[0] += len(view)
+    await real(self, name, offset, view)
+LocalBackend.read_into = read_into
+values = torch.arange(3 << 20, dtype=torch.float32)
+state = everstep.TrainState(rng=False, replicated=("w",), w={"t": values.clone()})
+if sys.argv[3] == "save":
+    with everstep.Checkpointer(root, policy=policy()) as ckpt:
+        ckpt.load(state)
+        ckpt.save(1, state).wait()
+else:
+    target = {"t": torch.zeros_like(values)}
+    state = everstep.TrainState(rng=False, replicated=("w",), w=target)
+    with everstep.Checkpointer(root, policy=policy()) as ckpt:
+        counted[0] = 0
+        assert ckpt.load(state) == 1 and ckpt.recovery.tier == "disk", ckpt.recovery
+        assert torch.equal(target["t"], values)
+        (Path(sys.argv[2]) / f"read.{rank}").write_text(str(counted[0]))
+dist.barrier()
+"""
+
+
+@pytest.mark.timeout(200)
+def test_two_ranks_load_what_they_have_in_common_once(root: Path, tmp_path: Path) -> None:
+    torchrun(LOADING, root, tmp_path, "save")
+    forget_memory(root)
+    torchrun(LOADING, root, tmp_path, "load")
+    images = sum(path.stat().st_size for path in (root / "checkpoints").rglob("*.safetensors"))
+    read = [int((tmp_path / f"read.{rank}").read_text()) for rank in range(2)]
+    assert images > 12 << 20 and sum(read) == images
+    assert min(read) > images / 3
