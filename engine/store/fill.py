@@ -300,7 +300,7 @@ async def _work(
         if error is not None or bad:
             await _repair(piece, view, bad, error, targets, pool, report)
         report.pieces += 1
-        report.nbytes += sum([read.nbytes * read.count for read in piece.reads])
+        report.nbytes += sum([read.nbytes * read.runs for read in piece.reads])
 
 
 async def _try_read(source: Source, piece: _Piece, view: memoryview) -> EverstepError | None:

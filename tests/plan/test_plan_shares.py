@@ -77,7 +77,7 @@ def test_reads_are_clipped_to_ascending_ranges(rng: random.Random) -> None:
         return Counter(
             (r.entry_index, r.image_offset + i * r.image_stride + b, r.dest_offset + i * r.dest_stride + b)
             for r in some
-            for i in range(r.count)
+            for i in range(r.runs)
             for b in range(r.nbytes)
         )
 
