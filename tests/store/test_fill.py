@@ -130,7 +130,7 @@ def test_runs_at_equal_distances_arrive(
     content = random.Random(len(runs)).randbytes(max((read.image_end for read in reads), default=10))
     for read, target in zip(reads, targets.values(), strict=True):
         expected = bytearray(len(target))
-        for i in range(read.count):
+        for i in range(read.runs):
             at, dest = read.image_offset + i * read.image_stride, 3 + i * read.dest_stride
             expected[dest : dest + read.nbytes] = content[at : at + read.nbytes]
         wanted.append(bytes(expected))
@@ -143,7 +143,7 @@ def test_runs_at_equal_distances_arrive(
     touched = {
         chunk
         for read in reads
-        for i in range(read.count)
+        for i in range(read.runs)
         for begin in [read.image_offset + i * read.image_stride]
         for chunk in range(begin // chunk_bytes, (begin + read.nbytes - 1) // chunk_bytes + 1)
     }
