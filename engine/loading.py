@@ -74,6 +74,7 @@ class Loader:
         self._ranks = ranks
         self._nodes = Nodes(ranks, arenas, node, timeout_s=timeout_s)
         self._timeout_s = timeout_s
+        self._node = node
         self._writes = writes
         self._skipped: list[str] = []
         self._only_pruned = True
@@ -120,7 +121,7 @@ class Loader:
         self, read: Reading, run: RunRecord, candidate: Candidate, what: str
     ) -> tuple[Filled | None, dict[int, EverstepError]]:
         """What ``read`` gave, or every failed rank's error, the same on all ranks."""
-        phases = Phases(self._ranks, what, timeout_s=self._timeout_s)
+        phases = Phases(self._ranks, what, timeout_s=self._timeout_s, node=self._node)
         with self._nodes.serving(candidate, run.chunk_bytes), ExitStack() as stack:
             try:
                 return read(lambda: self._open(run, candidate, stack), phases), {}

@@ -157,7 +157,7 @@ def _write(
         slot = arena.begin(record.number, step, complete=None)
         assert slot is not None, "a new arena has a free slot"
         copier = Copier()
-        copier.copy(slot, plan, [leaf.tensor for leaf in flat.leaves], state=flat.state, meta=meta)
+        copier.copy(slot, plan, flat.sources(), state=flat.state, meta=meta)
         slot.publish(plan.layout_hash)
         copier.forget()
         with arena.pin(slot.index, slot.generation) as pinned:

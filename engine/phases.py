@@ -20,30 +20,31 @@ class PhaseFailed(Exception):
 
 
 class Phases:
-    """One attempt at ``what``. All ranks make the same calls; no wait is longer than ``timeout_s``."""
+    """One attempt at ``what``. All ranks make the same calls; no wait is longer than ``timeout_s``. ``node`` is the
+    same text for the ranks of one node, and empty where that is not known."""
 
-    def __init__(self, ranks: Ranks, what: str, *, timeout_s: float) -> None:
-        self.rank, self.world = ranks.rank, ranks.world
+    def __init__(self, ranks: Ranks, what: str, *, timeout_s: float, node: str = "") -> None:
+        self.rank, self.world, self.timeout_s = ranks.rank, ranks.world, timeout_s
+        self.node = node
         self._ranks = ranks
         self._what = what
-        self._timeout_s = timeout_s
 
     def each(self, act: Callable[[], T]) -> T:
         """``act`` on every rank. Raises PhaseFailed on all ranks if it fails on one; where it raises something that
         is none of ours, that rank raises it."""
-        result, errors = self._ranks.outcomes(self._what, act, timeout_s=self._timeout_s)
+        result, errors = self._ranks.outcomes(self._what, act, timeout_s=self.timeout_s)
         if errors:
             raise PhaseFailed(errors)
         return result  # type: ignore[return-value]
 
     def share(self, value: Any) -> list[Any]:
         """Every rank's ``value`` (plain values), by rank."""
-        return self._ranks.agree(self._what, value, timeout_s=self._timeout_s)
+        return self._ranks.agree(self._what, value, timeout_s=self.timeout_s)
 
     def from_first(self, act: Callable[[], Any]) -> Any:
         """What ``act`` gives on rank 0 (plain values), on every rank. Raises PhaseFailed on all if it fails."""
         try:
-            return self._ranks.from_first(self._what, act, timeout_s=self._timeout_s)
+            return self._ranks.from_first(self._what, act, timeout_s=self.timeout_s)
         except RankError:
             raise
         except EverstepError as error:

@@ -19,13 +19,14 @@ from .format.hashing import digest
 from .phases import Phases
 from .plan import whose
 from .plan.whose import Key
-from .saved import Checkpoint
+from .saved import Checkpoint, Wanted
 from .state.elastic import check_data, derive_rng, reshard_loader_state
 from .state.merge import Saved, Skeleton, differences, merged
 from .state.plan_base import Extra
 from .state.restore import RestorePlan, plan_restore, plan_values
 from .state.rng import RandomState
 from .state.trainstate import TrainState
+from .store.fill import FillReport
 from .store.sources import Source
 
 PROOF_BYTES_MAX = 256 << 20
@@ -112,7 +113,8 @@ class _Load:
         if self.own is None and checkpoint.world > 1:
             unequal = phases.from_first(lambda: _unequal(checkpoint, self._special()))
         phases.each(lambda: self._check(checkpoint, plan, unequal))
-        return phases.each(lambda: self._fill(checkpoint, plan))
+        with checkpoint.filling(phases, lambda: self._asked(plan)) as fill_now:
+            return phases.each(lambda: self._fill(checkpoint, plan, fill_now))
 
     # -- comparing
 
@@ -131,11 +133,15 @@ class _Load:
             return checkpoint, self._plan_elsewhere(checkpoint)
         [mine] = checkpoint.images([self.first])
         plan = plan_restore(self.state, Skeleton.of(mine), allow=self.allow, parts=self.parts)
-        if plan.incomplete:
-            others = whose.representatives(checkpoint.layouts, self.first)
-            if len(others) > 1:
-                skeleton = merged(checkpoint.images(others))
-                plan = plan_restore(self.state, skeleton, allow=self.allow, parts=self.parts)
+        others = whose.representatives(checkpoint.layouts, self.first) if plan.missing else []
+        if len(others) > 1:
+            # Another partition than at the save: what is not here may be there. What this rank does not take of
+            # others' they tell themselves.
+            skeleton = merged(checkpoint.images(others))
+            wider = plan_restore(self.state, skeleton, allow=self.allow, parts=self.parts)
+            if wider.missing < plan.missing:
+                wider.keep_extra({extra.where for extra in plan.extra})
+                plan = wider
         return checkpoint, plan
 
     def _special(self) -> set[str]:
@@ -210,12 +216,14 @@ class _Load:
 
     # -- filling
 
-    def _fill(self, checkpoint: Checkpoint, plan: RestorePlan) -> Filled:
+    def _asked(self, plan: RestorePlan) -> tuple[Wanted, list[int | None], set[Key]]:
         wanted = plan.wanted()
-        readers = [
-            self._reader(entry, source) for (entry, _), source in zip(wanted, plan.sources(), strict=True)
-        ]
-        report = checkpoint.fill(wanted, readers, self.equal | self.loose)
+        sources = plan.sources()
+        readers = [self._reader(entry, source) for (entry, _), source in zip(wanted, sources, strict=True)]
+        return wanted, readers, self.equal | self.loose
+
+    def _fill(self, checkpoint: Checkpoint, plan: RestorePlan, fill_now: Callable[[], FillReport]) -> Filled:
+        report = fill_now()
         loosened = plan.finish()
         if self.own is None and RNG in self._special() and self.phases.rank == 0:
             warnings.warn(

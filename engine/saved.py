@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import warnings
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from .discovery import FALL_BACK
 from .errors import EverstepError
 from .format.entries import Entry, Layout
+from .phases import Phases
 from .plan.reads import Read, plan_reads
+from .sharing import shared_fill
 from .state.codec import StateImage
 from .state.merge import Saved
 from .store.blocking import run_blocking
@@ -22,6 +25,8 @@ PARALLEL = 16
 
 T = TypeVar("T")
 Key = tuple[str, str]
+Wanted = Sequence[tuple[Entry, memoryview]]
+"""Entries, each with the memory to fill."""
 
 
 class Checkpoint:
@@ -35,7 +40,9 @@ class Checkpoint:
         self.step = sources[0].step
         self.world = sources[0].world
         self.tier = "disk" if isinstance(sources[0], DurableSource) else "memory"
-        self.layouts: list[Layout] = self._of_each(range(self.world), lambda source, rank: source.layout(rank))
+        self.layouts: list[Layout] = self._of_each(
+            range(self.world), lambda source, rank: source.layout(rank)
+        )
 
     def images(self, ranks: Sequence[int]) -> list[Saved]:
         """The state images of ``ranks``, in that order."""
@@ -59,20 +66,42 @@ class Checkpoint:
     def roots(self, images: Collection[tuple[int, str]]) -> dict[tuple[int, str], bytes]:
         """The roots of images by (rank, name)."""
         ranks = sorted({rank for rank, _ in images})
-        records = dict(zip(ranks, self._of_each(ranks, lambda source, rank: source.records(rank)), strict=True))
+        records = dict(
+            zip(ranks, self._of_each(ranks, lambda source, rank: source.records(rank)), strict=True)
+        )
         return {(rank, name): records[rank][name].root for rank, name in images}
 
-    def fill(
-        self, wanted: Sequence[tuple[Entry, memoryview]], readers: Sequence[int | None], equal: Collection[Key] = ()
-    ) -> FillReport:
+    def fill(self, wanted: Wanted, readers: Sequence[int | None], equal: Collection[Key] = ()) -> FillReport:
         """Fill ``wanted``, each as the rank at the save that ``readers`` says (see :func:`plan_reads`)."""
         reads = self._reads([entry for entry, _ in wanted], readers, equal)
-        report = run_blocking(fill(self._sources, reads, {at: view for at, (_, view) in enumerate(wanted)}))
+        return self._told(run_blocking(fill(self._sources, reads, _targets(wanted))))
+
+    @contextlib.contextmanager
+    def filling(
+        self,
+        phases: Phases,
+        ask: Callable[[], tuple[Wanted, Sequence[int | None], Collection[Key]]],
+    ) -> Iterator[Callable[[], FillReport]]:
+        """As :meth:`fill` of what ``ask`` gives, by all ranks together: what several ranks of a node need is read
+        once (see :func:`shared_fill`). Gives the function that fills."""
+
+        def plan() -> tuple[list[Read], dict[int, memoryview]]:
+            wanted, readers, equal = ask()
+            return self._reads([entry for entry, _ in wanted], readers, equal), _targets(wanted)
+
+        reads, targets = phases.each(plan)
+        with shared_fill(phases, self._sources, reads, targets) as fill_now:
+            yield lambda: self._told(fill_now())
+
+    def _told(self, report: FillReport) -> FillReport:
+        """``report``, its fallbacks told as warnings."""
         for fallback in report.fallbacks:
             self._warn(f"{fallback.source}: {fallback.error}; the bytes came from {fallback.served_by}")
         return report
 
-    def _reads(self, entries: Sequence[Entry], readers: Sequence[int | None], equal: Collection[Key]) -> list[Read]:
+    def _reads(
+        self, entries: Sequence[Entry], readers: Sequence[int | None], equal: Collection[Key]
+    ) -> list[Read]:
         found: list[Read] = []
         for reader in dict.fromkeys(readers):
             some = [at for at, other in enumerate(readers) if other == reader]
@@ -121,3 +150,7 @@ class Checkpoint:
     @staticmethod
     def _warn(text: str) -> None:
         warnings.warn(f"everstep: {text}", RuntimeWarning, stacklevel=5)
+
+
+def _targets(wanted: Wanted) -> dict[int, memoryview]:
+    return {at: view for at, (_, view) in enumerate(wanted)}

@@ -103,13 +103,13 @@ def _corners(box: Box, axes: Sequence[int]) -> list[tuple[Point, int]]:
 
 
 class Block(NamedTuple):
-    """``count`` runs of ``length`` elements each, at equal distances: run ``i`` begins ``i * source_step`` after
+    """``runs`` runs of ``length`` elements each, at equal distances: run ``i`` begins ``i * source_step`` after
     ``source_at`` in one box, ``i * target_step`` after ``target_at`` in the other. Both steps are 0 for one run."""
 
     source_at: int
     target_at: int
     length: int
-    count: int
+    runs: int
     source_step: int
     target_step: int
 

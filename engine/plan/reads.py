@@ -22,7 +22,7 @@ OWN_HINT = (
 
 
 class Read(NamedTuple):
-    """``count`` runs of ``nbytes`` bytes each, at equal distances: run ``i`` goes from ``image_offset + i *
+    """``runs`` runs of ``nbytes`` bytes each, at equal distances: run ``i`` goes from ``image_offset + i *
     image_stride`` of image ``image`` (its name) of ``rank`` to ``dest_offset + i * dest_stride`` in the bytes of
     wanted entry ``entry_index`` (its boxes one behind the other, row-major). A single run has no strides (0);
     else the runs overlap in neither place, so that a stride is ``nbytes`` at least, in one place more."""
@@ -33,19 +33,19 @@ class Read(NamedTuple):
     image_offset: int
     nbytes: int
     dest_offset: int
-    count: int = 1
+    runs: int = 1
     image_stride: int = 0
     dest_stride: int = 0
 
     @property
     def total(self) -> int:
         """Bytes of all runs."""
-        return self.nbytes * self.count
+        return self.nbytes * self.runs
 
     @property
     def image_end(self) -> int:
         """Where in the image the last run ends."""
-        return self.image_offset + (self.count - 1) * self.image_stride + self.nbytes
+        return self.image_offset + (self.runs - 1) * self.image_stride + self.nbytes
 
 
 def plan_reads(
@@ -61,7 +61,7 @@ def plan_reads(
     ``rank`` is the reader's own at the save (None where the number of ranks was another): its images are
     preferred, then those of the lowest rank, by all readers alike, so that ranks of one node read the same
     bytes. A wanted entry of one rank alone comes from that rank's own entry, else from a GLOBAL tensor of that
-    name; a GLOBAL one from GLOBAL boxes. Else either comes from rank 0's entry where that counts for all
+    name; a GLOBAL one from GLOBAL boxes. Else either comes from the lowest rank's entry where that counts for all
     (FIRST), from the only rank that has it, or from the lowest rank, if its (part, key) is among ``equal``: those
     proved equal on all ranks that have them.
 
@@ -87,7 +87,7 @@ def plan_reads(
 
 def clip(read: Read, begin: int, end: int) -> Iterator[Read]:
     """What ``read`` takes from bytes ``begin`` to ``end`` of the image, as reads: three at most, in order."""
-    at, nbytes, count, stride = read.image_offset, read.nbytes, read.count, read.image_stride
+    at, nbytes, count, stride = read.image_offset, read.nbytes, read.runs, read.image_stride
     if begin <= at and read.image_end <= end:
         yield read
         return
@@ -248,8 +248,7 @@ class _Planner:
         if key.kinds or not private:
             return None
         lowest = min(private, key=lambda source: source[0])
-        counts_for_all = lowest[0] == 0 and lowest[1].scope is Scope.FIRST
-        if counts_for_all or len(private) == 1 or (entry.part, entry.key) in self._equal:
+        if lowest[1].scope is Scope.FIRST or len(private) == 1 or (entry.part, entry.key) in self._equal:
             return lowest
         return None
 
@@ -346,7 +345,7 @@ def _runs(index: int, box: Box, regions: Iterable[tuple[Box, _Stored]], bits: in
             source.offset + block.source_at * size,
             block.length * size,
             dest + block.target_at * size,
-            block.count,
+            block.runs,
             block.source_step * size,
             block.target_step * size,
         )
@@ -361,7 +360,7 @@ def _merged(reads: list[Read]) -> list[Read]:
     merged: list[Read] = []
     ends: dict[tuple[int, str, int, int, int, int, int], int] = {}
     for read in sorted(reads, key=lambda read: read.dest_offset):
-        one = read.count == 1
+        one = read.runs == 1
         # A single run of any length may follow a single run; rows follow rows of the same kind.
         kind = (0, 0, 0) if one else (read.nbytes, read.image_stride, read.dest_stride)
         at = ends.pop((read.rank, read.image, *kind, read.image_offset, read.dest_offset), None)
@@ -371,12 +370,13 @@ def _merged(reads: list[Read]) -> list[Read]:
         elif one:
             merged[at] = merged[at]._replace(nbytes=merged[at].nbytes + read.nbytes)
         else:
-            merged[at] = merged[at]._replace(count=merged[at].count + read.count)
+            merged[at] = merged[at]._replace(runs=merged[at].runs + read.runs)
         last = merged[at]
         image_step, dest_step = (last.nbytes, last.nbytes) if one else (last.image_stride, last.dest_stride)
-        image_end = last.image_offset + last.count * image_step
-        dest_end = last.dest_offset + last.count * dest_step
-        ends[(last.rank, last.image, *kind, image_end, dest_end)] = at
+        image_end = last.image_offset + last.runs * image_step
+        dest_end = last.dest_offset + last.runs * dest_step
+        end = (last.rank, last.image, *kind, image_end, dest_end)
+        ends[end] = at
     return merged
 
 

@@ -50,7 +50,9 @@ def doubtful(wanted: Iterable[Entry], layouts: Sequence[Layout], own: int | None
     ``own``: the rank at the save that the reader is (None: another number of ranks wrote it). What it has for
     itself is settled, unless it is wanted as a region of a tensor of the whole job.
     """
-    mine = {(e.part, e.key) for e in layouts[own].entries if e.image is not None} if own is not None else set()
+    mine = (
+        {(e.part, e.key) for e in layouts[own].entries if e.image is not None} if own is not None else set()
+    )
     open_keys: set[Key] = set()
     for entry in wanted:
         key = (entry.part, entry.key)
@@ -64,7 +66,7 @@ def doubtful(wanted: Iterable[Entry], layouts: Sequence[Layout], own: int | None
             key = (entry.part, entry.key)
             if key not in open_keys:
                 continue
-            if entry.scope is Scope.GLOBAL or (rank == 0 and entry.scope is Scope.FIRST):
+            if entry.scope is Scope.GLOBAL or (entry.scope is Scope.FIRST and key not in holders):
                 open_keys.discard(key)
                 holders.pop(key, None)
             elif entry.image is not None:
@@ -79,7 +81,9 @@ def equal_by_image(
 ) -> set[Key]:
     """Keys of ``doubt`` whose tensors are equal on all their ranks because the images that hold them are. ``roots``
     by (rank, image name)."""
-    return {key for key, ranks in doubt.items() if len({_image_of(layouts[r], key, r, roots) for r in ranks}) == 1}
+    return {
+        key for key, ranks in doubt.items() if len({_image_of(layouts[r], key, r, roots) for r in ranks}) == 1
+    }
 
 
 def images_of(doubt: Mapping[Key, Sequence[int]], layouts: Sequence[Layout]) -> set[tuple[int, str]]:

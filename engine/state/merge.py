@@ -11,6 +11,7 @@ import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 import msgspec
 
@@ -67,7 +68,7 @@ class _Same(Sequence[int]):
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, index: object) -> int:  # type: ignore[override]
+    def __getitem__(self, index: Any) -> Any:
         return self._number
 
 
@@ -219,7 +220,7 @@ def holds_refs(node: Node) -> bool:
 
 def _pairs(node: Node) -> dict[bytes, tuple[Node, Node]] | None:
     """{the key's bytes: (key node, node)} of a dict-like node, else None."""
-    items = node if type(node) is dict else None
+    items: Node = node if type(node) is dict else None
     tag = tag_of(node)
     if tag in ITEM_TAGS:
         items = node[ITEM_TAGS[tag]]
@@ -313,7 +314,9 @@ def _unite_metadata(mine: Node, other: Node) -> None:
 
 
 def _united_optimizer(mine: Node, other: Node) -> Node:
-    mine["state"] = _with_pairs(mine["state"], {**(_pairs(other["state"]) or {}), **_own(mine["state"])})
+    mine["state"] = _with_pairs(
+        mine["state"], {**(_pairs(other["state"]) or {}), **(_pairs(mine["state"]) or {})}
+    )
     groups, theirs = _elements(mine["param_groups"]) or [], _elements(other["param_groups"]) or []
     known = {name for group in groups for name in _elements(group["params"]) or []}
     for group in theirs:
@@ -325,10 +328,6 @@ def _united_optimizer(mine: Node, other: Node) -> Node:
             short = {key: [Tag.LIST.value, [some[at] for at in kept]] for key, some in lists.items()}
             groups.append({**group, **short})
     return mine
-
-
-def _own(node: Node) -> dict[bytes, tuple[Node, Node]]:
-    return _pairs(node) or {}
 
 
 # ---------------------------------------------------------------------------------------------- comparing

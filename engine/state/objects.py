@@ -168,16 +168,23 @@ def is_plain_module(module: torch.nn.Module) -> bool:
         _from_torch(module, "load_state_dict", "state_dict")
         and type(module).load_state_dict is base.load_state_dict
         and all(
-            not child._load_state_dict_pre_hooks
-            and not child._load_state_dict_post_hooks
-            and not child._state_dict_hooks
-            and not child._state_dict_pre_hooks
+            not child._state_dict_hooks
+            and all(map(_only_shards, child._load_state_dict_pre_hooks.values()))
+            and all(map(_only_shards, child._load_state_dict_post_hooks.values()))
+            and all(map(_only_shards, child._state_dict_pre_hooks.values()))
             and _from_torch(child, "_load_from_state_dict", "_save_to_state_dict", "state_dict")
             and type(child).get_extra_state is base.get_extra_state
             and type(child).set_extra_state is base.set_extra_state
             for child in module.modules()
         )
     )
+
+
+def _only_shards(hook: Any) -> bool:
+    """Whether a hook is FSDP2's own: before, it brings parameters into their sharded form, in which asking the module
+    for its state has put them already; after, it looks for parameters in new memory."""
+    inner = getattr(hook, "hook", hook)
+    return str(getattr(inner, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard.")
 
 
 def _from_torch(module: torch.nn.Module, *methods: str) -> bool:

@@ -65,6 +65,17 @@ class FillReport:
     fallbacks: list[Fallback] = field(default_factory=list)
     fallbacks_count: int = 0
 
+    def add(self, other: FillReport) -> None:
+        """Take in what another filling did."""
+        self.nbytes += other.nbytes
+        self.pieces += other.pieces
+        for label, nbytes in other.read_bytes.items():
+            self.read_bytes[label] = self.read_bytes.get(label, 0) + nbytes
+        more = other.fallbacks_count - len(other.fallbacks)
+        for fallback in other.fallbacks:
+            self.fell_back(fallback)
+        self.fallbacks_count += more
+
     def count(self, source: Source, nbytes: int) -> None:
         self.read_bytes[source.label] = self.read_bytes.get(source.label, 0) + nbytes
 
@@ -289,7 +300,7 @@ async def _work(
         if error is not None or bad:
             await _repair(piece, view, bad, error, targets, pool, report)
         report.pieces += 1
-        report.nbytes += sum([read.nbytes * read.count for read in piece.reads])
+        report.nbytes += sum([read.nbytes * read.runs for read in piece.reads])
 
 
 async def _try_read(source: Source, piece: _Piece, view: memoryview) -> EverstepError | None:

@@ -32,6 +32,12 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
+class Mapped(Protocol):
+    """An image in memory, or the parts of it that are: sliced by offsets in the image."""
+
+    def __getitem__(self, where: slice, /) -> memoryview: ...
+
+
 class Source(Protocol):
     """One holder of one checkpoint's images.
 
@@ -69,8 +75,8 @@ class Source(Protocol):
         """Fill ``view`` from the image; not verified. Raises Damaged also where the image ends too early."""
         ...
 
-    def mapped(self, rank: int, image: str) -> memoryview | None:
-        """The whole image where it lies in memory already, else None."""
+    def mapped(self, rank: int, image: str) -> Mapped | None:
+        """The image where it lies in memory already, else None."""
         ...
 
     def locate(self, rank: int, image: str) -> str:
@@ -220,6 +226,7 @@ class ArenaSource:
         self.world = len(pins) if world is None else world
         self._pins = dict(pins)
         self._records: dict[int, asyncio.Task[dict[str, ImageRecord]]] = {}
+        self._layouts: dict[str, asyncio.Task[Layout]] = {}
         found = {(pin.info.incarnation, pin.info.step) for pin in pins.values()}
         if len(found) > 1:
             raise Damaged(
@@ -242,7 +249,7 @@ class ArenaSource:
         found = layout_hash(encoded)
         if found != pinned.info.layout_hash:
             raise Damaged(f"{name} is damaged", found=found, expected=pinned.info.layout_hash, name=name)
-        layout = await asyncio.to_thread(decode, encoded)
+        layout = await once(self._layouts, found, lambda: asyncio.to_thread(decode, encoded))
         check_images(layout, await self.records(rank), name)
         return layout
 
@@ -338,7 +345,7 @@ class UnionSource:
     async def read_into(self, rank: int, image: str, offset: int, view: memoryview) -> None:
         await self._of[rank].read_into(rank, image, offset, view)
 
-    def mapped(self, rank: int, image: str) -> memoryview | None:
+    def mapped(self, rank: int, image: str) -> Mapped | None:
         return self._of[rank].mapped(rank, image)
 
     def locate(self, rank: int, image: str) -> str:

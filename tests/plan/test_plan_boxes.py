@@ -87,16 +87,16 @@ def test_blocks_copy_each_element_to_its_place_in_as_few_runs_as_can_be(rng: ran
     pieces = [
         (block.source_at + i * block.source_step, block.target_at + i * block.target_step, block.length)
         for block in found
-        for i in range(block.count)
+        for i in range(block.runs)
     ]
     copied = {a + i: b + i for a, b, n in pieces for i in range(n)}
     assert copied == expected
     assert sum(n for _, _, n in pieces) == len(expected)
     breaks = sum(1 for s, t in expected.items() if expected.get(s - 1) != t - 1)
     assert len(pieces) == breaks
-    assert all(block.count > 1 or block[4:] == (0, 0) for block in found)
-    longest = found[0].count
-    assert all(block.count == longest for block in found)
+    assert all(block.runs > 1 or block[4:] == (0, 0) for block in found)
+    longest = found[0].runs
+    assert all(block.runs == longest for block in found)
     assert len(found) <= longest ** max(len(shape) - 1, 0), "the other axes are shorter"
 
 

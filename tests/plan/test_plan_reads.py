@@ -51,7 +51,7 @@ def filled(layouts: list[Layout]) -> Images:
 
 def runs(read: Read) -> list[Read]:
     """Each run of ``read`` as a read of its own."""
-    assert (read.image_stride, read.dest_stride) == (0, 0) if read.count == 1 else read.image_stride > 0
+    assert (read.image_stride, read.dest_stride) == (0, 0) if read.runs == 1 else read.image_stride > 0
     return [
         Read(
             read.entry_index,
@@ -61,7 +61,7 @@ def runs(read: Read) -> list[Read]:
             read.nbytes,
             read.dest_offset + i * read.dest_stride,
         )
-        for i in range(read.count)
+        for i in range(read.runs)
     ]
 
 
@@ -117,7 +117,7 @@ def test_any_boxes_are_filled_from_any_others(rng: random.Random, world: int, re
     assert execute(reads, wanted, filled(layouts)) == [content(entry, None) for entry in wanted]
     order = [(read.entry_index, read.dest_offset) for read in reads]
     assert order == sorted(order)
-    single = [read for read in reads if read.count == 1]
+    single = [read for read in reads if read.runs == 1]
     ends = {(r.entry_index, r.rank, r.image, r.image_end, r.dest_offset + r.nbytes) for r in single}
     begins = {(r.entry_index, r.rank, r.image, r.image_offset, r.dest_offset) for r in single}
     assert not ends & begins, "neighbours in both places would be one read"
@@ -240,9 +240,11 @@ def test_a_tensor_of_the_first_rank_counts_where_there_is_no_own() -> None:
         assert [read.rank for read in plan([full("a", scope=wanted)], first, 2)] == [2]
         assert [read.rank for read in plan([full("a", scope=wanted)], first, None)] == [0]
     assert [read.rank for read in plan([full("a")], first, 2)] == [0]
-    with pytest.raises(StateMismatch, match=r"ranks \[1, 2\]"):
-        plan([full("a", scope=FIRST)], [[full("b")], *first[1:]], None)  # rank 0 has none
-    assert [read.rank for read in plan([full("a", scope=FIRST)], [[full("b")], first[0]], None)] == [1]
+    elsewhere = [[full("b")], *first[1:]]
+    assert [read.rank for read in plan([full("a", scope=FIRST)], elsewhere, None)] == [1]
+    mixed = [[full("a", scope=RANK)], first[1]]
+    with pytest.raises(StateMismatch, match=r"ranks \[0, 1\]"):
+        plan([full("a", scope=FIRST)], mixed, None)
 
 
 def test_one_key_may_be_wanted_in_many_boxes() -> None:
@@ -259,7 +261,7 @@ def test_a_reshard_by_columns_is_one_read_for_each_pair_of_boxes() -> None:
     rows = [[spec("a", (400, 60), [Box((100 * i, 0), (100, 60))])] for i in range(4)]
     column = spec("a", (400, 60), [Box((0, 20), (400, 20))])
     reads = plan([column], rows, None)
-    assert [(r.rank, r.nbytes, r.count, r.image_stride, r.dest_stride) for r in reads] == [
+    assert [(r.rank, r.nbytes, r.runs, r.image_stride, r.dest_stride) for r in reads] == [
         (i, 80, 100, 240, 80) for i in range(4)
     ]
     halves = [
