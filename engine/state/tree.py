@@ -23,6 +23,9 @@ from .sharded import Held, Shards
 from .tensors import DTYPE_NAMES, resolve
 from .wire import PARAMETER, REQUIRES_GRAD, Node, Tag
 
+AskOf = Callable[[Any, str], Any]
+"""(object with state, its place for messages) -> its state."""
+
 ScopeOf = Callable[[str, tuple[Any, ...], torch.Tensor], Scope]
 """(part, typed path, tensor) -> whose the tensor is."""
 
@@ -115,12 +118,14 @@ class FlatState:
         return found
 
 
-def flatten(parts: Mapping[str, Any], *, scope: ScopeOf | None = None) -> FlatState:
-    """Leaves and state image of ``parts``. Objects with ``state_dict()`` are asked now.
+def flatten(
+    parts: Mapping[str, Any], *, scope: ScopeOf | None = None, ask: AskOf = objects.state_of
+) -> FlatState:
+    """Leaves and state image of ``parts``. Objects with ``state_dict()`` are asked now, by ``ask``.
 
     Raises UnsupportedValue, with the path, for anything that cannot be stored.
     """
-    encoder = TreeEncoder(scope)
+    encoder = TreeEncoder(scope, ask)
     # The walk makes many small containers and no cycles: the collector would scan the whole heap, several
     # times, in the middle of a training step, and find nothing.
     collecting = gc.isenabled()
@@ -150,10 +155,11 @@ class TreeEncoder(Encoder):
     leaf_types: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter})
     handlers: ClassVar[dict[type, Handler]] = {**HANDLERS, **foreign.HANDLERS}
 
-    def __init__(self, scope: ScopeOf | None) -> None:
+    def __init__(self, scope: ScopeOf | None, ask: AskOf = objects.state_of) -> None:
         super().__init__()
         self.leaves: list[Leaf] = []
         self._scope = scope
+        self._ask = ask
         self._at: dict[int, int | list[int]] = {}
         self.sharded: list[int] = []
         self._sharded_at: dict[tuple[Any, ...], int] = {}
@@ -264,7 +270,7 @@ class TreeEncoder(Encoder):
         if isinstance(value, ObjectState):
             return [Tag.STATE.value, value.type_name, self.node(value.value, text, path)]
         if objects.is_stateful(value):
-            content = objects.state_of(value, self.where(text))
+            content = self._ask(value, self.where(text))
             # Kept until the end, so that ids and addresses of what it made are not given away.
             self._alive.append(content)
             return [Tag.STATE.value, type_name(type(objects.unwrap(value))), self.node(content, text, path)]
