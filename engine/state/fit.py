@@ -84,7 +84,7 @@ class Fitter:
         if live is None or (isinstance(live, (dict, list)) and not live):
             for index in stored_in(stored):
                 self.ledger.tensor(index)
-            return lambda value: _refill(live, value)
+            return lambda value: refill(live, value)
         if isinstance(live, dict):
             return self._dict(live, stored, where, strict)
         if isinstance(live, (list, tuple)):
@@ -103,7 +103,7 @@ class Fitter:
         # Sets, dates, enums and the like must keep their type; scalars may become None or another scalar.
         if not both and stored is not None and type(live) is not type(stored):
             return self._mistyped(live, stored, where)
-        return lambda value: _refill(live, value)
+        return lambda value: refill(live, value)
 
     def _tensor(self, live: torch.Tensor | Shards, stored: Any, where: str) -> Applier:
         self.ledger.wanted += 1
@@ -197,7 +197,7 @@ class Fitter:
             return self._none(live, stored, where)
         mine, other = attributes_of(live), attributes_of(stored)
         if not holds_tensors(mine) and not holds_tensors(other):
-            return lambda value: _refill(live, value)
+            return lambda value: refill(live, value)
         appliers = self._entries(mine, other, where)
 
         def apply(value: Any) -> Any:
@@ -211,7 +211,7 @@ class Fitter:
         return _take if stored is None else self._mistyped(live, stored, where)
 
     def _whole(self, live: Any, stored: Any, where: str) -> Applier:
-        return lambda value: _refill(live, value)
+        return lambda value: refill(live, value)
 
     # Objects.
     def _object(self, live: Any, stored: Any, type_name: str | None, where: str) -> Applier:
@@ -232,9 +232,13 @@ class Fitter:
             phase = Phase.SCHEDULERS
         return self._later(phase, load, live)
 
+    def later(self, phase: Phase, load: Callable[[Any], Any], value: Any) -> None:
+        """Have ``load(value)`` called in its phase."""
+        self._loads.append((phase, lambda: load(value)))
+
     def _later(self, phase: Phase, load: Callable[[Any], Any], live: Any) -> Applier:
         def apply(value: Any) -> Any:
-            self._loads.append((phase, lambda: load(value)))
+            self.later(phase, load, value)
             return live
 
         return apply
@@ -343,7 +347,7 @@ def _is_frozen(cls: Any) -> bool:
     return bool(cls.__dataclass_params__.frozen)
 
 
-def _refill(live: Any, value: Any) -> Any:
+def refill(live: Any, value: Any) -> Any:
     """Give ``live`` the contents of ``value`` if it can hold them; else ``value``, for the parent to hold."""
     if type(live) is not type(value) or live is value:
         return value

@@ -315,11 +315,15 @@ def _unite_metadata(mine: Node, other: Node) -> None:
 def _united_optimizer(mine: Node, other: Node) -> Node:
     mine["state"] = _with_pairs(mine["state"], {**(_pairs(other["state"]) or {}), **_own(mine["state"])})
     groups, theirs = _elements(mine["param_groups"]) or [], _elements(other["param_groups"]) or []
-    for group, more in zip(groups, theirs, strict=False):
+    known = {name for group in groups for name in _elements(group["params"]) or []}
+    for group in theirs:
+        # Groups follow each other, without the parameters that were there already.
         names = _elements(group["params"]) or []
-        names += [name for name in _elements(more["params"]) or [] if name not in set(names)]
-        group.pop("param_names", None)
-    groups += theirs[len(groups) :]
+        kept = [at for at, name in enumerate(names) if name not in known]
+        if kept:
+            lists = {key: _elements(group[key]) or [] for key in _NAMED if key in group}
+            short = {key: [Tag.LIST.value, [some[at] for at in kept]] for key, some in lists.items()}
+            groups.append({**group, **short})
     return mine
 
 

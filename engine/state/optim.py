@@ -288,8 +288,10 @@ class _ByName:
             )
         for name in self._group_of:
             if name not in self._wanted:
-                state = self._stored["state"].get(name)
-                self._ledger.unexpected(self._place(name), state, "in the checkpoint, not in the target")
+                stored = self._stored["state"].get(name)
+                self._ledger.unexpected(self._place(name), stored, "in the checkpoint, not in the target")
+            else:
+                self._ledger.met.add(self._place(name))
 
     def _place(self, name: str) -> str:
         return f"{self._where}/state/{keys.label(name)}"

@@ -100,7 +100,7 @@ class Ledger:
     image: StateImage
     entries: Sequence[Entry]
     allow: frozenset[str]
-    targets: dict[int, torch.Tensor] = field(default_factory=dict)
+    targets: dict[int, Any] = field(default_factory=dict)
     slots: list[Slot] = field(default_factory=list)
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     loosened: list[str] = field(default_factory=list)
@@ -111,6 +111,8 @@ class Ledger:
     """What the checkpoint has and this target does not take: a difference unless another rank takes it."""
     met: set[str] = field(default_factory=set)
     """Paths at which target and checkpoint both have something."""
+    used: set[int] = field(default_factory=set)
+    """Entries that the target takes, a region or nothing of it as it may be."""
     dropped: set[int] = field(default_factory=set)
     """Entries that are part of ``extra``: not read unless something else refers to them too."""
     missing: int = 0
@@ -165,6 +167,7 @@ class Ledger:
         """Compare a live tensor with its entry; differences are noted. False if it cannot be filled."""
         entry = self.entry(index)
         self.matched += 1
+        self.used.add(index)
         problem = _unfillable(live)
         if problem is not None:
             self.differ(problem[0], f"{where}: {problem[1]}")
@@ -196,8 +199,7 @@ class Ledger:
         if held is not None:
             if index not in self.targets or self.claimed.get(index) != memory:
                 self._fill(index, held)
-            if isinstance(live, torch.Tensor):
-                self.targets.setdefault(index, live)
+            self.targets.setdefault(index, live)
             return
         assert isinstance(live, torch.Tensor)
         if (
@@ -212,7 +214,7 @@ class Ledger:
 
     def _whole(self, index: int) -> torch.Tensor:
         """A plain tensor with all of entry ``index``."""
-        found = self.tensor(index)
+        found: torch.Tensor = self.tensor(index)
         return found if held_by(found) is None else self._new(index)
 
     def claim_if_free(self, live: torch.Tensor, index: int) -> bool:
@@ -228,14 +230,15 @@ class Ledger:
         self.claim(live, index, "")
         return True
 
-    def tensor(self, index: int) -> torch.Tensor:
+    def tensor(self, index: int) -> Any:
         """What entry ``index`` is read into; a new CPU tensor of all of it if nothing has claimed it."""
         found = self.targets.get(index)
+        self.used.add(index)
         if found is None:
             found = self.targets[index] = self._new(index)
         return found
 
-    def like(self, index: int, live: Any) -> torch.Tensor:
+    def like(self, index: int, live: Any) -> Any:
         """What entry ``index`` is read into; if nothing has claimed it, a new tensor: where it has the shape of
         ``live`` and that is a DTensor, one of the same placements on the same device, of the stored dtype, else
         as :meth:`tensor`. For state that is yet to come into being beside its parameter."""
@@ -248,6 +251,7 @@ class Ledger:
         if made is None or mine is None:
             return self.tensor(index)
         self._fill(index, mine)
+        self.used.add(index)
         self.targets[index] = made
         return made
 

@@ -128,15 +128,15 @@ def held_by(value: Any, where: str = "") -> Held | None:
     return None
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor that a DTensor holds on this rank; any other tensor itself."""
-    kind = type(tensor)
+def local_of(value: Any) -> Any:
+    """The plain tensor that a DTensor holds on this rank; any other value itself."""
+    kind = type(value)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
-        return tensor
+        return value
     module = sys.modules.get("torch.distributed.tensor")
-    if module is None or not isinstance(tensor, module.DTensor):
-        return tensor
-    return _waited(tensor._local_tensor)  # type: ignore[attr-defined]
+    if module is None or not isinstance(value, module.DTensor):
+        return value
+    return _waited(value._local_tensor)
 
 
 def identity(value: Any) -> tuple[Any, ...]:
@@ -147,7 +147,7 @@ def identity(value: Any) -> tuple[Any, ...]:
         return (id(value),)
     local = local_of(value)
     memory = local.untyped_storage()._cdata
-    spec = value._spec  # type: ignore[attr-defined]
+    spec = value._spec
     view = (memory, local.storage_offset(), local.dtype, local.shape, local.stride())
     return (*view, local.is_conj(), local.is_neg(), value.shape, spec.placements, id(spec.mesh))
 

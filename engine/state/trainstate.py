@@ -15,6 +15,7 @@ from .grads import Gradients
 from .names import Asker
 from .registry import ObjectState, type_name
 from .rng import RandomState
+from .sharded import local_of
 from .tree import FlatState, Leaf, flatten
 
 BARE_PART = "bare_value"
@@ -220,16 +221,19 @@ class TrainState:
         owned: dict[int, torch.Tensor] = {}
         for optimizer in self.optimizers():
             for group in optimizer.param_groups:
-                for parameter in group["params"]:
+                for parameter in map(local_of, group["params"]):
                     owned[parameter.data_ptr()] = parameter
             for state in optimizer.state.values():
                 for value in state.values() if isinstance(state, dict) else ():
                     if isinstance(value, torch.Tensor):
+                        value = local_of(value)
                         owned[value.data_ptr()] = value
         owned.pop(0, None)
         found: set[int] = set()
         for index, leaf in enumerate(leaves):
-            tensor = leaf.tensor
+            tensor = local_of(leaf.tensor)
+            if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+                continue
             other = owned.get(tensor.data_ptr())
             # Another view that begins at the same address may reach further than what the optimizer owns.
             if other is tensor or (

@@ -29,7 +29,9 @@ def chunk(held: Indices, count: int, index: int) -> Indices:
     return held[index * size : (index + 1) * size]
 
 
-def left_to_right(size: int, mesh: Sequence[int], at: Sequence[int], placements: Sequence[Placement]) -> Indices:
+def left_to_right(
+    size: int, mesh: Sequence[int], at: Sequence[int], placements: Sequence[Placement]
+) -> Indices:
     """What a rank holds of one axis as tensors are distributed: element by element."""
     held = list(range(size))
     for count, index, placement in zip(mesh, at, placements, strict=True):
