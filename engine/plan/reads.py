@@ -61,7 +61,7 @@ def plan_reads(
     ``rank`` is the reader's own at the save (None where the number of ranks was another): its images are
     preferred, then those of the lowest rank, by all readers alike, so that ranks of one node read the same
     bytes. A wanted entry of one rank alone comes from that rank's own entry, else from a GLOBAL tensor of that
-    name; a GLOBAL one from GLOBAL boxes. Else either comes from rank 0's entry where that counts for all
+    name; a GLOBAL one from GLOBAL boxes. Else either comes from the lowest rank's entry where that counts for all
     (FIRST), from the only rank that has it, or from the lowest rank, if its (part, key) is among ``equal``: those
     proved equal on all ranks that have them.
 
@@ -248,8 +248,7 @@ class _Planner:
         if key.kinds or not private:
             return None
         lowest = min(private, key=lambda source: source[0])
-        counts_for_all = lowest[0] == 0 and lowest[1].scope is Scope.FIRST
-        if counts_for_all or len(private) == 1 or (entry.part, entry.key) in self._equal:
+        if lowest[1].scope is Scope.FIRST or len(private) == 1 or (entry.part, entry.key) in self._equal:
             return lowest
         return None
 

@@ -64,7 +64,7 @@ def doubtful(wanted: Iterable[Entry], layouts: Sequence[Layout], own: int | None
             key = (entry.part, entry.key)
             if key not in open_keys:
                 continue
-            if entry.scope is Scope.GLOBAL or (rank == 0 and entry.scope is Scope.FIRST):
+            if entry.scope is Scope.GLOBAL or (entry.scope is Scope.FIRST and key not in holders):
                 open_keys.discard(key)
                 holders.pop(key, None)
             elif entry.image is not None:

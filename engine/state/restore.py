@@ -198,7 +198,7 @@ class _Restore:
                 self._plan_list(part, self._reshard[part])
             else:
                 self._appliers[part] = self._fitter.part(value, placeholders.value(image.parts[part]), part)
-        if self._live and not self._appliers and not self._lists:
+        if self._live and not set(self._live) & set(image.parts):
             ledger.mismatches.append("nothing: no part of the target is in the checkpoint")
         # Whatever the plain values refer to must be read as well, so it gets its place now.
         for index in sorted(self._refs() - ledger.dropped):

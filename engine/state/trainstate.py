@@ -16,6 +16,7 @@ from .names import Asker
 from .registry import ObjectState, type_name
 from .rng import RandomState
 from .sharded import local_of
+from .sharded import local_of
 from .tree import FlatState, Leaf, flatten
 
 BARE_PART = "bare_value"
@@ -190,21 +191,21 @@ class TrainState:
     # Structure.
     def scope(self, part: str, path: Sequence[Any], tensor: torch.Tensor) -> Scope:
         """Whose a tensor is, as of the last :meth:`parts`: parameters under DDP, and their optimizer state,
-        are one for the whole job; of buffers that DDP broadcasts rank 0's count elsewhere; everything else is this
-        rank's own."""
+        are one for the whole job; of buffers that DDP broadcasts, and of what an optimizer keeps whole for a sharded
+        parameter (its count of steps), the first rank's count elsewhere; everything else is this rank's own."""
         if part in self.replicated:
             return Scope.GLOBAL
         if not self._global_addresses and not self._first_addresses:
             return Scope.RANK
+        address = tensor.data_ptr()
+        if address in self._first_addresses:
+            return Scope.FIRST
         for depth in range(len(path) - 2):
             if path[depth] == "state":
                 owners = self._global_state.get((part, tuple(path[:depth])))
                 if owners is not None:
                     return Scope.GLOBAL if path[depth + 1] in owners else Scope.RANK
-        address = tensor.data_ptr()
-        if address in self._global_addresses:
-            return Scope.GLOBAL
-        return Scope.FIRST if address in self._first_addresses else Scope.RANK
+        return Scope.GLOBAL if address in self._global_addresses else Scope.RANK
 
     def modules(self) -> Iterable[tuple[str, tuple[Any, ...], torch.nn.Module]]:
         """(part, path in it, module) of the modules of this state; those inside of them are not told apart."""
@@ -270,7 +271,8 @@ class TrainState:
                 parameters += objects.replicated_parameters(module)
                 buffers += objects.broadcast_buffers(module)
         self._global_addresses = frozenset(parameter.data_ptr() for parameter in parameters) - {0}
-        self._first_addresses = frozenset(buffer.data_ptr() for buffer in buffers) - {0}
+        whole = [value for one in self.optimizers() for value in _kept_whole(one)]
+        self._first_addresses = frozenset(tensor.data_ptr() for tensor in (*buffers, *whole)) - {0}
         self._global_state = {}
         if not parameters:
             return
@@ -297,6 +299,15 @@ class TrainState:
                 hint="Use TrainState(grads=True), or save when micro_step is 0",
                 path="grads",
             )
+
+
+def _kept_whole(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    """The plain tensors that an optimizer has for its sharded parameters."""
+    for parameter, state in optimizer.state.items():
+        if isinstance(state, dict) and local_of(parameter) is not parameter:
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and local_of(value) is value:
+                    yield value
 
 
 def _is_mapping_of_parts(value: Any) -> bool:
