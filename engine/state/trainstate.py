@@ -16,7 +16,6 @@ from .names import Asker
 from .registry import ObjectState, type_name
 from .rng import RandomState
 from .sharded import local_of
-from .sharded import local_of
 from .tree import FlatState, Leaf, flatten
 
 BARE_PART = "bare_value"

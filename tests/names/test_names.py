@@ -18,6 +18,7 @@ from everstep.state.names import parameter_names
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
 
 from .kit import NAMES, Net, assert_same, by_name, save_and_load, train
 
@@ -65,6 +66,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:FSDP is switching", "ignore:When using ``NO_SHARD``")
 @pytest.mark.parametrize("wrapper", WRAPPED)
 def test_wrappers_leave_no_trace_in_the_names(group: None, wrapper: str) -> None:
     model = WRAPPED[wrapper]()
@@ -85,6 +87,37 @@ def test_optimizer_state_passes_between_wrapped_and_bare(group: None, tmp_path: 
     back = make(Net(seed=5))
     save_and_load(tmp_path, target, back)
     assert_same(by_name(back), by_name(source))
+
+
+def test_moments_of_sharded_parameters_keep_their_dtype(group: None, tmp_path: Path) -> None:
+    """torch casts optimizer state to its parameter's dtype, that of DTensors too; a fresh optimizer's state is made
+    as the parameters are sharded."""
+
+    def make(seed: int, cold: bool) -> TrainState:
+        model = fully_shard(Net(seed).bfloat16())
+        optimizer = torch.optim.AdamW(model.parameters())
+        for parameter in model.parameters() if not cold else ():
+            moment = torch.full_like(parameter, 1 / 3, dtype=torch.float32)
+            optimizer.state[parameter] = {
+                "step": torch.tensor(3.0),
+                "exp_avg": moment,
+                "exp_avg_sq": moment / 3,
+            }
+        return TrainState(model, optimizer, rng=False)
+
+    source = make(0, cold=False)
+    for cold in (True, False):
+        target = make(1, cold)
+        save_and_load(tmp_path, source, target)
+        found, stored = by_name(target), by_name(source)
+        assert found.keys() == stored.keys() == set(NAMES)
+        for name in NAMES:
+            for key in ("exp_avg", "exp_avg_sq"):
+                mine, other = found[name]["state"][key], stored[name]["state"][key]
+                assert type(mine) is DTensor and mine.dtype == torch.float32
+                assert mine.placements == other.placements
+                assert_same(mine.to_local(), other.to_local())
+        assert_same(target.model.a.weight.to_local(), source.model.a.weight.to_local())
 
 
 def test_tied_parameters_have_their_first_name() -> None:
