@@ -225,7 +225,7 @@ class TrainState:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             for _, _, module in self._find(torch.nn.Module):
                 parameters += objects.replicated_parameters(module)
-        self._global_addresses = frozenset(parameter.data_ptr() for parameter in parameters) - {0}
+        self._global_addresses = frozenset(local_of(parameter).data_ptr() for parameter in parameters) - {0}
         self._global_state = {}
         if not parameters:
             return
