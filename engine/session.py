@@ -292,6 +292,8 @@ class Session:
             self.outcomes.note(progress)
         if progress.incarnation == self._record.number:
             self._auditor.note(progress)
+        if progress.stage == "failed":
+            self._snapshots.replan()
         written = progress.stage == "voted" and progress.rank == self._ranks.rank
         if progress.incarnation == self._record.number and (written or progress.stage in FINISHED):
             pin = self._pins.pop(progress.step, None)
