@@ -41,7 +41,9 @@ MARKER = ".metadata"
 """Trainers take a directory for a finished checkpoint if it has a file of this name."""
 
 MARKER_TEXT = (
-    json.dumps({"everstep": "DCP checkpoint", "list": "everstep ls DIRECTORY", "check": "everstep fsck DIRECTORY"})
+    json.dumps(
+        {"everstep": "DCP checkpoint", "list": "everstep ls DIRECTORY", "check": "everstep fsck DIRECTORY"}
+    )
     + "\n"
 )
 """Says that the checkpoint is complete; nothing is read from it."""
@@ -255,7 +257,9 @@ def write_marker(path: str, rank: int | None = None) -> None:
     directory = Path(local_path(path))
     name = MARKER if rank is None else f"__{rank}{MARKER}"
     target = directory / name
-    temporary = directory / f"{TEMPORARY_PREFIX}{name.lstrip('.')}.{Process.current().pid}.{secrets.token_hex(6)}"
+    temporary = (
+        directory / f"{TEMPORARY_PREFIX}{name.lstrip('.')}.{Process.current().pid}.{secrets.token_hex(6)}"
+    )
     try:
         if target.is_file() and target.read_bytes() == MARKER_TEXT.encode():
             return

@@ -95,9 +95,7 @@ class SavePlanner(DefaultSavePlanner):
         plans = []
         for rank, plan in enumerate(all_plans):
             items = [_renamed(item, rank, taken) if item.index.fqn in own else item for item in plan.items]
-            plans.append(
-                dataclasses.replace(plan, items=items, planner_data=plan.planner_data["mappings"])
-            )
+            plans.append(dataclasses.replace(plan, items=items, planner_data=plan.planner_data["mappings"]))
         return super().create_global_plan(plans)
 
     def own_key(self, fqn: str) -> str | None:

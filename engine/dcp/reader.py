@@ -138,7 +138,9 @@ class Reader(StorageReader):
         """Fills what the plan wants. Raises Damaged, StateMismatch, Pruned, CannotTell: torch tells it to all ranks."""
         opened = self._opened
         if opened is None:
-            raise UsageError("read_data() without read_metadata()", expected="the calls of dcp.load, in order")
+            raise UsageError(
+                "read_data() without read_metadata()", expected="the calls of dcp.load, in order"
+            )
         try:
             rank = self._own_rank(opened, plan, planner)
             tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]

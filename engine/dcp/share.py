@@ -81,7 +81,9 @@ class Share:
     def _add_tensor(self, fqn: str, item: WriteItem, scope: Scope) -> None:
         planned = item.tensor_data
         if planned is None or planned.chunk is None:
-            raise StateMismatch(f"{fqn}: the plan does not say which region is written", found=str(item.index))
+            raise StateMismatch(
+                f"{fqn}: the plan does not say which region is written", found=str(item.index)
+            )
         data = self._planner.resolve_data(item)
         if not isinstance(data, torch.Tensor):
             raise StateMismatch(f"{fqn}: the planner gave no tensor", found=type(data).__name__)

@@ -48,9 +48,10 @@ _BACKGROUND = "AsyncCheckpointExecutor"
 
 @dataclass(slots=True)
 class _Save:
-    """One save of this rank, from ``set_up_storage_writer`` on."""
+    """One save of this rank, from ``set_up_storage_writer`` on. ``decides``: it commits."""
 
-    is_coordinator: bool
+    directory: str
+    decides: bool
     rank: int
     use_collectives: bool
     attempt: Attempt | None = None
@@ -61,6 +62,11 @@ class _Save:
     def number(self) -> int:
         """The rank's number in the run that it writes to."""
         return self.rank if self.use_collectives else 0
+
+    @property
+    def path(self) -> str:
+        """The run that it writes to."""
+        return self.directory if self.use_collectives else directory.rank_directory(self.directory, self.rank)
 
 
 class Writer(StorageWriter):
@@ -76,12 +82,12 @@ class Writer(StorageWriter):
         self._id: str | os.PathLike[str] | None = None
         self.overwrite = overwrite
         self.save_id = uuid.uuid4().hex
-        self._save: _Save | None = None
-        if root is not None:
-            self.reset(root)
+        self._saves: dict[int, _Save] = {}
+        """By thread: each save runs in one."""
+        self._take(root)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_save": None}
+        return {**self.__dict__, "_saves": {}}
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str] | None:
@@ -108,7 +114,12 @@ class Writer(StorageWriter):
         return StorageMeta(checkpoint_id=self._id, save_id=self.save_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take another directory, if one is given. Touches no storage."""
+        """Take another directory, if one is given. Touches no storage. In the background it waits for the saves that
+        were begun before."""
+        _wait_for_earlier()
+        self._take(checkpoint_id)
+
+    def _take(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
         if checkpoint_id is not None:
             if not self.validate_checkpoint_id(checkpoint_id):
                 raise BadOption(
@@ -116,7 +127,6 @@ class Writer(StorageWriter):
                 )
             self._id = checkpoint_id
         self.save_id = uuid.uuid4().hex
-        self._save = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """A save begins. In the background it first waits for those that were begun before it: their collectives
@@ -125,16 +135,21 @@ class Writer(StorageWriter):
         rank = kwargs.get("rank")
         if rank is None:
             rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        self._save = _Save(is_coordinator, int(rank), bool(kwargs.get("use_collectives", True)))
+        together = bool(kwargs.get("use_collectives", True))
+        for ident in set(self._saves) - {thread.ident for thread in threading.enumerate()}:
+            self._saves.pop(ident, None)
+        self._saves[threading.get_ident()] = _Save(
+            self.path, is_coordinator or not together, int(rank), together
+        )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuses to replace a checkpoint where that is not allowed."""
         save = self._current()
-        if not self.overwrite and (save.is_coordinator or not save.use_collectives):
+        if not self.overwrite and save.decides:
             found = self._with_backend(lambda backend: directory.standing(backend))
-            if found is not None or directory.is_stock(self.path):
+            if found is not None or directory.is_stock(save.path):
                 raise UsageError(
-                    f"{self.path} has a checkpoint already",
+                    f"{save.path} has a checkpoint already",
                     found="a complete checkpoint",
                     expected="none, as overwrite=False says",
                     hint="Choose another directory, or allow it to be replaced",
@@ -144,15 +159,14 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Opens the attempt. Plans pass unchanged: torch may keep them for later saves."""
         save = self._current()
-        path = self._path(save)
-        if not save.use_collectives and os.path.exists(os.path.join(self.path, names.RUN)):
+        if not save.use_collectives and os.path.exists(os.path.join(save.directory, names.RUN)):
             raise UsageError(
-                f"{self.path} has a checkpoint that all ranks wrote together",
+                f"{save.directory} has a checkpoint that all ranks wrote together",
                 found=names.RUN,
                 expected="a directory of ranks that save for themselves (use_collectives=False)",
                 hint="Choose another directory",
             )
-        save.attempt = self._with_backend(lambda backend: directory.begin(backend, path, len(plans)))
+        save.attempt = self._with_backend(lambda backend: directory.begin(backend, save.path, len(plans)))
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -167,6 +181,8 @@ class Writer(StorageWriter):
             self._with_backend(lambda backend: self._give_up(backend, save, str(told)))
             raise told from error
         result = WriteResult(MetadataIndex(f"rank {save.number}"), report.nbytes, report)
+        if not save.decides:
+            del self._saves[threading.get_ident()]
         future: Future[list[WriteResult]] = Future()
         future.set_result([result])
         return future
@@ -181,30 +197,25 @@ class Writer(StorageWriter):
             self._with_backend(lambda backend: self._give_up(backend, save, str(told)))
             raise told from error
         finally:
-            self._save = None
-        if not save.use_collectives:
-            directory.write_marker(self.path, save.rank)
-        else:
-            directory.write_marker(self.path)
+            del self._saves[threading.get_ident()]
+        directory.write_marker(save.directory, None if save.use_collectives else save.rank)
         metadata.storage_data = {}
         metadata.storage_meta = self.storage_meta()
 
     # -- inside
 
     def _current(self) -> _Save:
-        if self._save is None:
+        save = self._saves.get(threading.get_ident())
+        if save is None:
             raise UsageError("no save is under way", expected="the calls of dcp.save, in their order")
-        return self._save
-
-    def _path(self, save: _Save) -> str:
-        return self.path if save.use_collectives else directory.rank_directory(self.path, save.rank)
+        return save
 
     def _open(self, path: str) -> Backend:
         return directory.open_directory(path)
 
     def _with_backend(self, work: Any) -> Any:
         """The result of ``work(backend)`` on the storage loop."""
-        path = self._path(self._current())
+        path = self._current().path
 
         async def run() -> Any:
             backend = self._open(path)
@@ -225,7 +236,7 @@ class Writer(StorageWriter):
             )
         await refuse_decided(backend, job)
         records = await _write_images(backend, attempt, job, share)
-        if save.is_coordinator:
+        if save.decides:
             save.share, save.records = share, records  # it votes last, when it knows all tensors
         else:
             image = share.image().build(share.about())
@@ -253,11 +264,13 @@ class Writer(StorageWriter):
         )
         if not isinstance(decided, Manifest):
             reason = decided.reason if decided is not None else "not all ranks have voted"
-            raise SaveAbandoned(f"{self.path}: the save was given up: {reason}", step=attempt.step)
+            raise SaveAbandoned(f"{save.path}: the save was given up: {reason}", step=attempt.step)
         try:
             await directory.remove_former(backend, attempt)
         except EverstepError as error:
-            log.warning("everstep: %s: what the new checkpoint replaces was not removed: %s", self.path, error)
+            log.warning(
+                "everstep: %s: what the new checkpoint replaces was not removed: %s", save.path, error
+            )
 
 
 def _job(attempt: Attempt, save: _Save) -> FlushJob:
@@ -308,9 +321,7 @@ async def _vote(
     name = names.state(job.step, job.incarnation, job.attempt, job.rank)
     with ThreadPoolExecutor(1, thread_name_prefix="everstep-dcp") as pool:
         state = await patiently(
-            lambda: write_image(
-                backend, job, STATE_IMAGE, name, _Bytes(image), attempt.run.chunk_bytes, pool
-            )
+            lambda: write_image(backend, job, STATE_IMAGE, name, _Bytes(image), attempt.run.chunk_bytes, pool)
         )
     all_records = (*records, state)
     vote = Vote(
@@ -371,9 +382,7 @@ def _check_reports(attempt: Attempt, reports: Sequence[Report]) -> None:
 def _of_rank(error: Exception, rank: int) -> EverstepError:
     """The error with the rank in its text, as one that can travel between processes."""
     if not isinstance(error, EverstepError):
-        return SaveFailed(
-            f"rank {rank}: saving failed", found=f"{type(error).__name__}: {error}", rank=rank
-        )
+        return SaveFailed(f"rank {rank}: saving failed", found=f"{type(error).__name__}: {error}", rank=rank)
     if f"rank {rank}" in error.message:
         return error
     fields = {**error.fields, "rank": rank}
