@@ -1,4 +1,4 @@
-"""Jobs of several ranks through ``dcp.save``, ``dcp.async_save`` and ``dcp.load``; what they leave is looked at here."""
+"""Jobs of several ranks through ``dcp.save``, ``dcp.async_save`` and ``dcp.load``, and what they leave."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from everstep.errors import Damaged
 from everstep.store.blocking import run_blocking
 from everstep.store.findings import Finding, Severity
 from everstep.store.fsck import check
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 
 from tests.dcp.jobs import differing, full, nested, trained
 from tests.dcp.kit import assert_same, blank, files, run_job
