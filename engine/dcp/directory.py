@@ -95,8 +95,8 @@ def is_stock(path: str) -> bool:
         return False
 
 
-async def standing(backend: Backend) -> tuple[int, int] | None:
-    """(incarnation, step) of the checkpoint that counts in the directory; None if there is none."""
+async def standing(backend: Backend) -> Manifest | None:
+    """The checkpoint that counts in the directory; None if there is none. Raises Damaged, CannotTell."""
     try:
         await open_run(backend)
     except NotARun:
@@ -105,10 +105,12 @@ async def standing(backend: Backend) -> tuple[int, int] | None:
     return await _newest(backend, Lineage(records), await list_steps(backend))
 
 
-async def _newest(backend: Backend, lineage: Lineage, steps: list[StepNames]) -> tuple[int, int] | None:
+async def _newest(backend: Backend, lineage: Lineage, steps: list[StepNames]) -> Manifest | None:
     for found in reversed(steps):
-        if lineage.counts(*found.key) and isinstance(await read_decision(backend, found), Manifest):
-            return found.key
+        if lineage.counts(*found.key):
+            decision = await read_decision(backend, found)
+            if isinstance(decision, Manifest):
+                return decision
     return None
 
 
@@ -148,8 +150,9 @@ def _refuse_training_run(path: str, records: list[IncarnationRecord]) -> None:
     )
 
 
-def _record(number: int, path: str, world: int, adopted: tuple[int, int] | None) -> IncarnationRecord:
-    incarnation, step = adopted or (None, None)
+def _record(number: int, path: str, world: int, adopted: Manifest | None) -> IncarnationRecord:
+    incarnation = adopted.incarnation if adopted is not None else None
+    step = adopted.step if adopted is not None else None
     return IncarnationRecord(
         number=number,
         id=secrets.token_hex(8),

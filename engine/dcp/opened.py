@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..backends.api import Backend
-from ..discovery import Proposals, find_run
 from ..errors import Damaged, NoCheckpoint, NotARun, StateMismatch
 from ..format.entries import Entry, Scope
 from ..format.layout import Layout
-from ..loading import open_durable
 from ..plan.reads import plan_reads
 from ..state.codec import StateImage
 from ..state.tensors import dtype_named, empty, writable_bytes
 from ..state.wire import Tag, tag_of
 from ..store.blocking import run_blocking
 from ..store.fill import FillReport, fill
+from ..store.runs import open_run
+from ..store.sources import DurableSource
 from . import directory
 from .values import ABOUT, STATE
 
@@ -41,35 +41,31 @@ class Opened:
         run_blocking(directory.close(self.backend))
 
     def _open(self) -> None:
-        run = find_run(self.backend)
-        if run is None:
-            stock = directory.is_stock(self.path)
+        self.source = run_blocking(self._source())
+        self.world = self.source.world
+        self.layouts: list[Layout] = run_blocking(self._layouts())
+        self._find_coordinator()
+
+    async def _source(self) -> DurableSource:
+        try:
+            run = await open_run(self.backend)
+        except NotARun as error:
+            if not directory.is_stock(self.path):
+                raise
             raise NotARun(
                 f"{self.path} is no checkpoint of everstep",
-                found="a checkpoint of torch's own writer" if stock else "no run.json",
+                found="a checkpoint of torch's own writer",
                 expected="what everstep.dcp.Writer wrote",
-                hint="Read it with torch's FileSystemReader" if stock else "Check the path",
-            )
-        proposals = Proposals(self.backend, set(), step=None, writes=False)
-        candidate = proposals.next()
-        if candidate is None and proposals.problems:
-            raise Damaged(
-                f"{self.path}: the checkpoint cannot be read",
-                found="; ".join(proposals.problems),
-                expected="a complete checkpoint",
-                hint="Look with `everstep fsck`",
-                name=self.path,
-            )
-        if candidate is None:
+                hint="Read it with torch's FileSystemReader",
+            ) from error
+        found = await directory.standing(self.backend)
+        if found is None:
             raise NoCheckpoint(
                 f"{self.path} holds no complete checkpoint",
                 found="a save that was not finished",
                 hint="Load another one",
             )
-        self.source = open_durable(self.backend, run, (candidate.incarnation, candidate.step))
-        self.world = self.source.world
-        self.layouts: list[Layout] = run_blocking(self._layouts())
-        self._find_coordinator()
+        return DurableSource(self.backend, found, run.chunk_bytes)
 
     async def _layouts(self) -> list[Layout]:
         return list(await asyncio.gather(*(self.source.layout(rank) for rank in range(self.world))))
