@@ -26,8 +26,10 @@ FORBIDDEN_CALLS = {
     "torch.jit.load",
     "allow_pickle=True",
 }
-IMPORTS_BY_NAME = {"everstep", "everstep.cli.main"}
+IMPORTS_BY_NAME = {"everstep", "everstep.cli.main", "everstep.dcp"}
 """Modules that import others by a name: their own, from a table in the code."""
+STREAMS = {"everstep.dcp.values": {"torch.load", "torch.save"}}
+"""Speaks with torch's planners in streams that never leave memory; loading only what ``weights_only`` lets in."""
 PICKLES = {"everstep.backends.conformance"}
 """Pickles and unpickles errors of its own making, to prove that they can be."""
 
@@ -71,7 +73,7 @@ def test_nothing_stored_is_executed() -> None:
     for source in sources():
         imported = {arrow.target.split(".")[0] for arrow in source.arrows()} & FORBIDDEN_MODULES
         assert not imported or source.module in PICKLES, f"{source.name}: {imported}"
-        called = set(calls(source.tree))
+        called = set(calls(source.tree)) - STREAMS.get(source.module, set())
         assert not called & FORBIDDEN_CALLS, f"{source.name}: {called & FORBIDDEN_CALLS}"
         by_name = any(name.rpartition(".")[2] == "import_module" for name in called)
         assert not by_name or source.module in IMPORTS_BY_NAME, f"{source.name} imports what a name says"

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from everstep.backends.api import Backend
@@ -70,6 +70,29 @@ class _Source:
     name: str
 
 
+class Pieces(Protocol):
+    """What an image is written from, front to back."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def piece(self, start: int, end: int) -> memoryview:
+        """The bytes ``start`` to ``end``. Pieces are asked for in order, one at a time, on any thread; one stays valid
+        until the next but one is asked for."""
+        ...
+
+
+class _Mapped:
+    """An image that lies in memory already."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self.nbytes = len(view)
+
+    def piece(self, start: int, end: int) -> memoryview:
+        return self._view[start:end]
+
+
 async def flush_rank(
     backend: Backend, job: FlushJob, pinned: Pinned, *, chunk_bytes: int, run: RunRecord
 ) -> Vote:
@@ -85,7 +108,7 @@ async def flush_rank(
             "the arena and the run differ in chunk size", found=chunk_bytes, expected=run.chunk_bytes
         )
     encoded = _layout_of(job, pinned)
-    await _refuse_decided(backend, job)
+    await refuse_decided(backend, job)
     images = [
         _Source(image, IMAGE_REGION + image, names.image(*_place(job), image))
         for image in image_names(pinned)
@@ -94,7 +117,7 @@ async def flush_rank(
     former = await _former_vote(backend, job, pinned, images)
     if former is not None:
         return former
-    await _store_layout(backend, pinned.info.layout_hash, encoded)
+    await store_layout(backend, pinned.info.layout_hash, encoded)
     with ThreadPoolExecutor(2 * IMAGES_PARALLEL, thread_name_prefix="everstep-hash") as pool:
         records = tuple(
             await each(
@@ -111,7 +134,7 @@ async def flush_rank(
     pinned.check()
     meta.pop(HASHES, None)
     vote = _vote(job, pinned, records, hashes, meta)
-    await _publish(backend, job, vote)
+    await publish_vote(backend, job, vote)
     return vote
 
 
@@ -145,7 +168,8 @@ def _layout_of(job: FlushJob, pinned: Pinned) -> bytes:
     return encoded
 
 
-async def _refuse_decided(backend: Backend, job: FlushJob) -> None:
+async def refuse_decided(backend: Backend, job: FlushJob) -> None:
+    """Raises SaveAbandoned where the attempt was given up."""
     decision = await read_decision_at(backend, job.step, job.incarnation, job.attempt)
     if isinstance(decision, Abort):
         raise SaveAbandoned(
@@ -191,7 +215,7 @@ async def _former_vote(backend: Backend, job: FlushJob, pinned: Pinned, images: 
     return vote if sizes == [record.nbytes for record in vote.images] else None
 
 
-async def _store_layout(backend: Backend, hash_text: str, encoded: bytes) -> None:
+async def store_layout(backend: Backend, hash_text: str, encoded: bytes) -> None:
     """The layout object, created if absent and verified if present. A damaged one is put right: the right
     bytes are at hand, and every checkpoint that names it needs them."""
     name = names.layout(hash_text)
@@ -224,38 +248,63 @@ async def _write_image(
     chunk_bytes: int,
     pool: ThreadPoolExecutor,
 ) -> ImageRecord:
-    """Write one image, each piece hashed before it leaves. The writer publishes it whole or not at all."""
-    view = pinned.view(image.region)
+    """Write one image out of the slot."""
     sealed = {record.name: record for record in pinned.sealed() or ()}
+
+    def check(first: int, chunks: bytes) -> None:
+        _check_sealed(job, image, sealed, first, chunks, chunk_bytes)
+
+    source = _Mapped(pinned.view(image.region))
+    return await write_image(backend, job, image.image, image.name, source, chunk_bytes, pool, check)
+
+
+async def write_image(
+    backend: Backend,
+    job: FlushJob,
+    image: str,
+    name: str,
+    source: Pieces,
+    chunk_bytes: int,
+    pool: ThreadPoolExecutor,
+    check: Callable[[int, bytes], None] | None = None,
+) -> ImageRecord:
+    """Write ``source`` as the object ``name``, each piece hashed before it leaves; ``image`` is its name in the vote.
+    ``check`` sees the hashes of each piece, from its first chunk's number on, before that. The writer publishes the
+    image whole or not at all."""
     loop = asyncio.get_running_loop()
-    pieces = list(_pieces(len(view), chunk_bytes))
+    pieces = list(_pieces(source.nbytes, chunk_bytes))
     chunks: list[bytes] = []
 
-    def hashed(index: int) -> asyncio.Future[bytes]:
-        start, end = pieces[index]
-        return loop.run_in_executor(pool, chunk_hashes, view[start:end], chunk_bytes)
+    def hash_piece(start: int, end: int) -> tuple[memoryview, bytes]:
+        view = source.piece(start, end)
+        return view, chunk_hashes(view, chunk_bytes)
 
-    with writing(backend, image.name, step=job.step, rank=job.rank):
-        writer = await backend.open_writer(image.name, len(view))
+    def hashed(index: int) -> asyncio.Future[tuple[memoryview, bytes]]:
+        return loop.run_in_executor(pool, hash_piece, *pieces[index])
+
+    with writing(backend, name, step=job.step, rank=job.rank):
+        writer = await backend.open_writer(name, source.nbytes)
         ahead = hashed(0) if pieces else None
         try:
-            for index, (start, end) in enumerate(pieces):
+            for index, (start, _) in enumerate(pieces):
                 assert ahead is not None
-                chunks.append(await ahead)
-                _check_sealed(job, image, sealed, start // chunk_bytes, chunks[-1], chunk_bytes)
+                view, found = await ahead
+                chunks.append(found)
+                if check is not None:
+                    check(start // chunk_bytes, found)
                 ahead = hashed(index + 1) if index + 1 < len(pieces) else None
-                await writer.write(view[start:end])
+                await writer.write(view)
                 if index == 0:
-                    reach("flush.image.first", image.name)
+                    reach("flush.image.first", name)
             await writer.commit()
         except BaseException:
             if ahead is not None:
                 await asyncio.wait([ahead])
             await writer.abort()
             raise
-    reach("flush.image.done", image.name)
+    reach("flush.image.done", name)
     joined = b"".join(chunks)
-    return ImageRecord(image.image, len(view), image_root(len(view), joined), joined)
+    return ImageRecord(image, source.nbytes, image_root(source.nbytes, joined), joined)
 
 
 def _pieces(nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
@@ -332,7 +381,7 @@ def read_meta(region: bytes, name: str) -> dict[str, Any]:
         raise Damaged(f"{name}: not a map", found=str(error), expected="msgpack", name=name) from error
 
 
-async def _publish(backend: Backend, job: FlushJob, vote: Vote) -> None:
+async def publish_vote(backend: Backend, job: FlushJob, vote: Vote) -> None:
     """Create the vote. Another try of the same attempt finds equal bytes; other bytes are never replaced."""
     name = names.vote(*_place(job))
     reach("vote.before", name)
