@@ -30,13 +30,14 @@ MAY_IMPORT = {
     "state": frozenset({"errors", "format"}),
     "snapshot": frozenset({"errors", "format", "memory", "state"}),
     "facade": EVERYTHING,
+    "port": EVERYTHING,
     "demo": EVERYTHING,
     "benchmarks": EVERYTHING,
-    "cli": EVERYTHING | {"demo", "benchmarks"},
+    "cli": EVERYTHING | {"demo", "benchmarks", "port"},
 }
 """By layer: the layers that it may import, besides itself."""
 
-TORCH_LAYERS = frozenset({"state", "snapshot", "facade", "demo", "benchmarks"})
+TORCH_LAYERS = frozenset({"state", "snapshot", "facade", "port", "demo", "benchmarks"})
 LAZY_TORCH = {"everstep.store.fill": "numpy"}
 """Outside those layers: only inside functions that fsck and the agent do not call."""
 
