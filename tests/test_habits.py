@@ -28,10 +28,16 @@ FORBIDDEN_CALLS = {
 }
 IMPORTS_BY_NAME = {"everstep", "everstep.cli.main", "everstep.dcp"}
 """Modules that import others by a name: their own, from a table in the code."""
-STREAMS = {"everstep.dcp.values": {"torch.load", "torch.save"}}
-"""Speaks with torch's planners in streams that never leave memory; loading only what ``weights_only`` lets in."""
-PICKLES = {"everstep.backends.conformance"}
-"""Pickles and unpickles errors of its own making, to prove that they can be."""
+PICKLES = {"everstep.backends.conformance", "everstep.port.dcp_dirs", "everstep.port.torch_files"}
+"""The first pickles and unpickles errors of its own making, to prove that they can be. The others read other
+libraries' files: by an unpickler that refuses what it does not know, or only to name torch's own refusal."""
+FOREIGN = {
+    "everstep.dcp.values": {"torch.load", "torch.save"},
+    "everstep.port.dcp_dirs": {"torch.load", "torch.save"},
+    "everstep.port.torch_files": {"torch.load", "torch.save"},
+}
+"""Modules that read and write other libraries' files, or speak with torch's planners in streams that never leave
+memory; each ``torch.load`` with ``weights_only=True``."""
 
 INVARIANTS = {
     "len(record.root) == HASH_BYTES",
@@ -73,10 +79,20 @@ def test_nothing_stored_is_executed() -> None:
     for source in sources():
         imported = {arrow.target.split(".")[0] for arrow in source.arrows()} & FORBIDDEN_MODULES
         assert not imported or source.module in PICKLES, f"{source.name}: {imported}"
-        called = set(calls(source.tree)) - STREAMS.get(source.module, set())
+        called = set(calls(source.tree)) - FOREIGN.get(source.module, set())
         assert not called & FORBIDDEN_CALLS, f"{source.name}: {called & FORBIDDEN_CALLS}"
         by_name = any(name.rpartition(".")[2] == "import_module" for name in called)
         assert not by_name or source.module in IMPORTS_BY_NAME, f"{source.name} imports what a name says"
+
+
+def test_foreign_files_are_read_as_weights_only() -> None:
+    loads = [
+        {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        for source in sources()
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"
+    ]
+    assert loads and all(keywords.get("weights_only") == "True" for keywords in loads)
 
 
 def calls(tree: ast.AST) -> Iterator[str]:

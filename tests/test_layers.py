@@ -32,13 +32,14 @@ MAY_IMPORT = {
     "snapshot": frozenset({"errors", "format", "memory", "state"}),
     "facade": EVERYTHING,
     "dcp": EVERYTHING,
+    "port": EVERYTHING,
     "demo": EVERYTHING,
     "benchmarks": EVERYTHING,
-    "cli": EVERYTHING | {"dcp", "demo", "benchmarks"},
+    "cli": EVERYTHING | {"dcp", "demo", "benchmarks", "port"},
 }
 """By layer: the layers that it may import, besides itself."""
 
-TORCH_LAYERS = frozenset({"state", "snapshot", "facade", "dcp", "demo", "benchmarks"})
+TORCH_LAYERS = frozenset({"state", "snapshot", "facade", "dcp", "port", "demo", "benchmarks"})
 LAZY_TORCH = {"everstep.store.fill": "numpy"}
 """Outside those layers: only inside functions that fsck and the agent do not call."""
 

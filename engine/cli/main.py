@@ -22,6 +22,8 @@ COMMANDS = {
     "ls": _Entry("ls", "ls", "List the checkpoints of a run, on disk and in this node's memory."),
     "show": _Entry("show", "show", "Show a run, or one of its checkpoints, in detail."),
     "fsck": _Entry("fsck", "fsck", "Check every byte of a run against its hashes."),
+    "export": _Entry("export", "export", "Write a checkpoint as safetensors, torch.save or DCP."),
+    "import": _Entry("import_", "import_", "Make a torch.save, DCP or safetensors checkpoint one of a run."),
     "clean-memory": _Entry("clean", "clean_memory", "Remove snapshots in memory that no process uses."),
     "demo": _Entry("demo", "demo", "Train, kill three ways, resume, compare bit for bit."),
     "bench": _Entry(
