@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .oneshot import load, save
     from .policy import Memory, Policy
     from .state.registry import register
+    from .state.sharded import Shards, flat_range
     from .state.trainstate import TrainState
 
 _HOMES = {
@@ -25,8 +26,10 @@ _HOMES = {
     "Policy": "policy",
     "Recovery": "loading",
     "SaveHandle": "handles",
+    "Shards": "state.sharded",
     "TrainState": "state.trainstate",
     "errors": "",
+    "flat_range": "state.sharded",
     "load": "oneshot",
     "register": "state.registry",
     "save": "oneshot",
@@ -38,9 +41,11 @@ __all__ = [
     "Policy",
     "Recovery",
     "SaveHandle",
+    "Shards",
     "TrainState",
     "__version__",
     "errors",
+    "flat_range",
     "load",
     "register",
     "save",

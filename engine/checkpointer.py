@@ -33,6 +33,7 @@ from .handles import SaveHandle
 from .loading import Loader, Recovery
 from .memory.arena import Arena
 from .memorytier import MemoryTier, Room
+from .nodes import node_of
 from .opening import Origin, begin_incarnation
 from .places import locate
 from .planning import expected_slot_bytes
@@ -148,9 +149,14 @@ class Checkpointer:
             self._held = self._kept_by_agent()
             with open_arenas(tier.directory, self._held) as arenas:
                 found = Loader(
-                    self._backend, ranks, arenas, timeout_s=self._policy.rank_timeout_s, writes=True
+                    self._backend,
+                    ranks,
+                    arenas,
+                    timeout_s=self._policy.rank_timeout_s,
+                    writes=True,
+                    node=node_of(self._place.node, tier.directory),
                 ).load(
-                    into_state(trained, ranks.rank, ranks.world, allow),
+                    into_state(trained, allow),
                     step=step,
                     config=self._config,
                     config_reason=config_reason,
@@ -364,7 +370,7 @@ class Checkpointer:
         timeout_s = self._policy.rank_timeout_s
         ranks.together("looking for the run", lambda: self._see_run(run), timeout_s=timeout_s)
         local = ranks.agree("comparing nodes", self._place.node, timeout_s=timeout_s)
-        tier.local_ranks = local.count(self._place.node)
+        tier.settle_in([rank for rank, node in enumerate(local) if node == self._place.node], ranks.world)
 
         def start() -> Session:
             return Session(

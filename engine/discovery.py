@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,15 +38,16 @@ that does not answer) end the load."""
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One rank's snapshot in an arena of this node."""
+    """One rank's snapshot in an arena of this node. How many ranks wrote it, the incarnation's record says: an
+    arena's header speaks of its present owner."""
 
     incarnation: int
     step: int
     rank: int
-    world: int
     arena: Arena
     index: int
     generation: int
+    layout_hash: str
 
     @property
     def key(self) -> Key:
@@ -56,12 +56,17 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A step that may be loaded, and where it lies."""
+    """A step that may be loaded, where it lies, and how many ranks wrote it."""
 
     incarnation: int
     step: int
     in_memory: bool
     on_disk: bool
+    world: int
+
+    @property
+    def key(self) -> Key:
+        return self.incarnation, self.step
 
 
 def find_run(backend: Backend) -> RunRecord | None:
@@ -94,32 +99,32 @@ def look_in_memory(arenas: Sequence[Arena], run_id: str) -> list[Held]:
         info = arena.info
         if info.run_id == run_id:
             held += [
-                Held(s.incarnation, s.step, info.rank, info.world, arena, s.index, s.generation)
+                Held(s.incarnation, s.step, info.rank, arena, s.index, s.generation, s.layout_hash)
                 for s in arena.snapshots()
             ]
     return held
 
 
-def complete_in_memory(held: Sequence[Held]) -> set[Key]:
-    """The snapshots of which every rank's lies on this node."""
-    ranks: dict[tuple[Key, int], set[int]] = defaultdict(set)
-    for one in held:
-        ranks[one.key, one.world].add(one.rank)
-    return {key for (key, world), found in ranks.items() if found == set(range(world))}
-
-
 class Proposals:
-    """Candidates of a run, newest first; rank 0 asks, all ranks load. ``problems`` gathers what was passed over."""
+    """Candidates of a run, newest first; rank 0 asks, all ranks load. ``in_memory`` says whose snapshots lie in the
+    arenas of all nodes together: a step is complete there if they are all the ranks that wrote it. ``problems``
+    gathers what was passed over, ``lost`` what memory has, but not of every rank."""
 
-    def __init__(self, backend: Backend, in_memory: set[Key], *, step: int | None, writes: bool) -> None:
+    def __init__(
+        self, backend: Backend, in_memory: Mapping[Key, Collection[int]], *, step: int | None, writes: bool
+    ) -> None:
         self._backend = backend
         self._writes = writes
-        self._in_memory = in_memory
         self.records: list[IncarnationRecord] = run_blocking(read_incarnations(backend))
+        worlds = {record.number: record.world for record in self.records}
+        self._in_memory = {
+            key for key, ranks in in_memory.items() if set(ranks) == set(range(worlds.get(key[0], 0)))
+        }
         self._names = {found.key: found for found in run_blocking(list_steps(backend))}
         self.problems: list[str] = []
         self._counting = set(self._wanted(None))
         self._keys = iter(self._wanted(step))
+        self._lost = self._incomplete(in_memory, worlds, step)
 
     def _wanted(self, step: int | None) -> list[Key]:
         known = {record.number for record in self.records}
@@ -146,8 +151,41 @@ class Proposals:
             on_disk = self._decided(self._names.get(key))
             if on_disk or key in self._in_memory:
                 self._commit_older(key)
-                return Candidate(*key, in_memory=key in self._in_memory, on_disk=on_disk)
+                return Candidate(
+                    *key,
+                    in_memory=key in self._in_memory,
+                    on_disk=on_disk,
+                    world=self.record(key[0]).world,
+                )
         return None
+
+    def lost(self, chosen: Candidate | None) -> list[str]:
+        """What is newer than ``chosen`` in memory, but lacks ranks; told once."""
+        told = [text for key, text in self._lost if chosen is None or key > chosen.key]
+        self._lost = []
+        return told
+
+    def _incomplete(
+        self, in_memory: Mapping[Key, Collection[int]], worlds: Mapping[int, int], step: int | None
+    ) -> list[tuple[Key, str]]:
+        """The newest step of each incarnation of which memory has something, but no step whole: a node is gone,
+        or lost its memory. (That some ranks are a step ahead of the others is no loss.)"""
+        if not self.records:
+            return []
+        lineage = Lineage(self.records)
+        whole = {incarnation for incarnation, _ in self._in_memory}
+        newest: dict[int, Key] = {}
+        for key in in_memory:
+            wanted = key[0] in worlds and lineage.counts(*key) and (step is None or key[1] == step)
+            if wanted and key[0] not in whole:
+                newest[key[0]] = max(key, newest.get(key[0], key))
+        told = []
+        for key in newest.values():
+            missing = sorted(set(range(worlds[key[0]])) - set(in_memory[key]))
+            told.append(
+                (key, f"step {key[1]} (incarnation {key[0]}): no node's memory has rank(s) {missing} of it")
+            )
+        return told
 
     def _commit_older(self, chosen: Key) -> None:
         """Below the chosen step a crash may have left attempts with all votes and no decision. Nobody comes by

@@ -18,23 +18,21 @@ from .config import check_config
 from .discovery import (
     FALL_BACK,
     Candidate,
-    Held,
     Key,
     Proposals,
-    complete_in_memory,
     find_run,
-    look_in_memory,
-    pinned,
 )
 from .errors import Damaged, EverstepError, NoCheckpoint, NotARun, Pruned
 from .format.manifest import Manifest
 from .format.records import RunRecord
 from .memory.arena import Arena
+from .nodes import Nodes
+from .phases import PhaseFailed, Phases
 from .ranks import Ranks
 from .reading import Filled, Reading
 from .store.blocking import run_blocking
 from .store.catalog import list_step, read_decision
-from .store.sources import ArenaSource, DurableSource, Source
+from .store.sources import DurableSource, Source
 
 log = logging.getLogger("everstep")
 
@@ -58,7 +56,8 @@ class Recovery:
 
 
 class Loader:
-    """One load by all ranks together. ``arenas`` are those that this node has of the run (they stay the caller's).
+    """One load by all ranks together. ``arenas`` are those that this node has of the run (they stay the caller's);
+    ``node`` is the same for all ranks that see these, and no others'.
     ``writes`` allows to commit an attempt whose votes are all in but whose manifest is missing."""
 
     def __init__(
@@ -69,13 +68,14 @@ class Loader:
         *,
         timeout_s: float,
         writes: bool = False,
+        node: str = "",
     ) -> None:
         self._backend = backend
         self._ranks = ranks
-        self._arenas = arenas
+        self._nodes = Nodes(ranks, arenas, node, timeout_s=timeout_s)
         self._timeout_s = timeout_s
+        self._node = node
         self._writes = writes
-        self._held: list[Held] = []
         self._skipped: list[str] = []
         self._only_pruned = True
 
@@ -105,13 +105,8 @@ class Loader:
             candidate, changes = found
             what = f"loading step {candidate.step}"
 
-            def attempt(candidate: Candidate = candidate) -> Filled:
-                with ExitStack() as stack:
-                    return read(self._open(run, candidate, stack))
-
-            filled, errors = self._ranks.outcomes(what, attempt, timeout_s=self._timeout_s)
-            if not errors:
-                assert filled is not None
+            filled, errors = self._attempt(read, run, candidate, what)
+            if filled is not None:
                 return self._done(candidate, filled, changes, time.monotonic() - began), filled
             if not all(isinstance(error, FALL_BACK) for error in errors.values()):
                 raise self._ranks.verdict(what, errors)
@@ -121,6 +116,17 @@ class Loader:
                 proposals = self._proposals(run, step)
             else:
                 self._skip(candidate, errors)
+
+    def _attempt(
+        self, read: Reading, run: RunRecord, candidate: Candidate, what: str
+    ) -> tuple[Filled | None, dict[int, EverstepError]]:
+        """What ``read`` gave, or every failed rank's error, the same on all ranks."""
+        phases = Phases(self._ranks, what, timeout_s=self._timeout_s, node=self._node)
+        with self._nodes.serving(candidate, run.chunk_bytes), ExitStack() as stack:
+            try:
+                return read(lambda: self._open(run, candidate, stack), phases), {}
+            except PhaseFailed as failed:
+                return None, failed.errors
 
     def _done(
         self, candidate: Candidate, filled: Filled, changes: dict[str, Any], seconds: float
@@ -157,14 +163,11 @@ class Loader:
 
     def _proposals(self, run: RunRecord, step: int | None) -> Proposals | None:
         """On rank 0 what may be loaded, given what all ranks' nodes hold in memory; elsewhere None."""
-        self._held = look_in_memory(self._arenas, run.run_id)
-        complete = sorted(complete_in_memory(self._held))
-        everywhere = self._ranks.agree("looking into memory", complete, timeout_s=self._timeout_s)
-        common = set.intersection(*({(key[0], key[1]) for key in keys} for keys in everywhere))
+        in_memory = self._nodes.look(run.run_id)
         made: list[Proposals] = []
         self._ranks.from_first(
             "listing the checkpoints",
-            lambda: made.append(Proposals(self._backend, common, step=step, writes=self._writes)),
+            lambda: made.append(Proposals(self._backend, in_memory, step=step, writes=self._writes)),
             timeout_s=self._timeout_s,
         )
         return made[0] if made else None
@@ -176,19 +179,31 @@ class Loader:
             assert proposals is not None
             candidate = proposals.next()
             problems, proposals.problems = proposals.problems, []
+            lost = proposals.lost(candidate)
             if candidate is None:
-                return [None, None, problems]
+                return [None, None, problems, lost]
             before = proposals.record(candidate.incarnation).config
             changes = check_config(before, config, reason=reason, step=candidate.step)
-            wire = [candidate.incarnation, candidate.step, candidate.in_memory, candidate.on_disk]
-            return [wire, changes, problems]
+            wire = [
+                candidate.incarnation,
+                candidate.step,
+                candidate.in_memory,
+                candidate.on_disk,
+                candidate.world,
+            ]
+            return [wire, changes, problems, lost]
 
-        wire, changes, problems = self._ranks.from_first(
+        wire, changes, problems, lost = self._ranks.from_first(
             "choosing a step", propose, timeout_s=self._timeout_s
         )
         for problem in problems:
             self._only_pruned = False
             self._note(problem)
+        for problem in lost:
+            if wire is not None or self._skipped:
+                self._note(problem)
+            else:  # nothing is passed over for something older: the run begins anew
+                warnings.warn(f"everstep: {problem}", RuntimeWarning, stacklevel=3)
         return (Candidate(*wire), changes) if wire is not None else None
 
     def _nothing(self, step: int | None) -> None:
@@ -224,12 +239,11 @@ class Loader:
     def _open(self, run: RunRecord, candidate: Candidate, stack: ExitStack) -> list[Source]:
         """The holders of the candidate, nearest first."""
         sources: list[Source] = []
-        if candidate.in_memory:
-            pins = stack.enter_context(pinned(self._held, (candidate.incarnation, candidate.step)))
-            if pins:
-                sources.append(ArenaSource(pins, run.chunk_bytes))
+        memory = self._nodes.open(candidate, run.chunk_bytes, stack) if candidate.in_memory else None
+        if memory is not None:
+            sources.append(memory)
         if candidate.on_disk:
-            sources.append(open_durable(self._backend, run, (candidate.incarnation, candidate.step)))
+            sources.append(open_durable(self._backend, run, candidate.key))
         return sources
 
 

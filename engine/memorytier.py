@@ -56,6 +56,9 @@ class MemoryTier:
         """How many ranks run on this node: those whose arenas W depends on."""
         self._arena: Arena | None = None
         self._outgrown: list[Arena] = []
+        self._cleans = rank == 0
+        self._alone = True
+        self._first_complete: Key | None = None
         self._clean_next_s = 0.0
         self._neighbours: dict[int, Arena] = {}
         self._incarnation = 0
@@ -100,6 +103,12 @@ class MemoryTier:
         for arena in [self.arena, *self._outgrown]:
             arena.take(Process.current(), run_id=run_id, incarnation=incarnation, world=self._world)
 
+    def settle_in(self, local: Sequence[int], world: int) -> None:
+        """``local`` are the ranks on this node, of ``world``. The first of them cleans up."""
+        self.local_ranks = len(local)
+        self._cleans = self._rank == min(local)
+        self._alone = len(local) == world
+
     def complete(self) -> Key | None:
         """W as (incarnation, step): what all ranks of this node hold; before that, the adopted snapshot."""
         if len(self._neighbours) + 1 < self.local_ranks:
@@ -141,16 +150,21 @@ class MemoryTier:
 
     def drop_outgrown(self) -> None:
         """Remove arenas that were replaced, and those of former ranks, once this incarnation has a W that lies in
-        the present arena (just after a replacement, W may still lie in the one before)."""
+        the present arena (just after a replacement, W may still lie in the one before). Where other nodes have ranks
+        too, W is this node's only: the others, at most one snapshot behind, have it when the next one is complete,
+        and till then a load may need what the former incarnation left."""
         newest = self.complete()
         if newest is None or newest[0] != self._incarnation:
+            return
+        self._first_complete = self._first_complete or newest
+        if not self._alone and newest == self._first_complete:
             return
         if self._outgrown and any(found.key == newest for found in self.arena.snapshots()):
             for arena in self._outgrown:
                 arena.unlink()
                 arena.close()
             self._outgrown.clear()
-        if self._rank == 0 and self.is_shared and time.monotonic() >= self._clean_next_s:
+        if self._cleans and self.is_shared and time.monotonic() >= self._clean_next_s:
             self._clean_next_s = time.monotonic() + CLEAN_PAUSE_S
             clean(
                 self.directory,

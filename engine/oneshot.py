@@ -13,7 +13,7 @@ from .backends.open import open_backend
 from .checkpointer import is_open_here
 from .config import config_hash, plain_config, plain_metrics, plain_step
 from .discovery import Proposals, find_run, open_arenas
-from .errors import EverstepError, NoCheckpoint, NotARun, RunInUse, SaveAbandoned, StepOrder
+from .errors import BadOption, EverstepError, NoCheckpoint, NotARun, RunInUse, SaveAbandoned, StepOrder
 from .format.constants import ALIGN_BYTES
 from .format.manifest import Abort
 from .format.records import IncarnationRecord, RunRecord
@@ -45,18 +45,29 @@ def load(
     *,
     step: int | None = None,
     parts: Collection[str] | None = None,
-    rank: int = 0,
+    keys: Collection[str] | None = None,
+    rank: int | None = None,
     into: TrainState | Mapping[str, Any] | None = None,
     allow: Collection[str] = (),
 ) -> Any:
-    """The state of one rank at ``step`` (default: the newest) as plain nested values on the CPU: {part: value},
-    or the value itself where a bare one was saved.
+    """The state at ``step`` (default: the newest) as plain nested values on the CPU: {part: value}, or the value
+    itself where a bare one was saved. Reads only; the run may be live, and have been written by any number of ranks.
 
-    Reads only; the run may be live. With ``into`` live objects are filled in place instead, and the result
-    is None. Raises NotARun, NoCheckpoint, Damaged, CannotTell, StateMismatch.
+    Tensors of the whole job (sharded or replicated) come whole, and the parts of pipeline stages as one. What is
+    each rank's own comes from ``rank`` (default: 0). ``parts`` selects parts; ``keys`` glob patterns over "part/key"
+    (``"model/layers.0.*"``; ``*`` crosses slashes): dicts keep what matches, lists stay whole.
+
+    With ``into`` live objects are filled in place instead, and the result is None: as a job of one rank, or with
+    ``rank`` as that rank of the job that saved; ``allow`` as for :meth:`Checkpointer.load`.
+    Raises NotARun, NoCheckpoint, Damaged, CannotTell, StateMismatch.
     """
+    if into is not None and keys is not None:
+        raise BadOption("keys= selects values", found="into= too", hint="Use parts= and allow= with into=.")
     place = locate(root)
-    read = as_values(rank, parts) if into is None else into_state(TrainState.of(into), rank, None, allow)
+    if into is None:
+        read = as_values(rank or 0, parts, keys)
+    else:
+        read = into_state(TrainState.of(into), allow, parts=parts, rank=rank)
     with _storage(place) as backend, open_arenas(_arenas_of(place)) as arenas:
         found = Loader(backend, Ranks.alone(), arenas, timeout_s=RANK_TIMEOUT_S).load(read, step=step)
         if found is None:
@@ -146,7 +157,7 @@ def _write(
         slot = arena.begin(record.number, step, complete=None)
         assert slot is not None, "a new arena has a free slot"
         copier = Copier()
-        copier.copy(slot, plan, [leaf.tensor for leaf in flat.leaves], state=flat.state, meta=meta)
+        copier.copy(slot, plan, flat.sources(), state=flat.state, meta=meta)
         slot.publish(plan.layout_hash)
         copier.forget()
         with arena.pin(slot.index, slot.generation) as pinned:
@@ -169,7 +180,7 @@ def _after_newest(backend: Backend, step: int) -> Origin:
     """Adopts the newest checkpoint that counts. Raises StepOrder unless ``step`` comes after it."""
     if find_run(backend) is None:
         return Origin(looked=True)
-    newest = Proposals(backend, set(), step=None, writes=True).next()
+    newest = Proposals(backend, {}, step=None, writes=True).next()
     if newest is None:
         return Origin(looked=True)
     if step <= newest.step:

@@ -7,28 +7,41 @@ not changed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from .errors import UnsupportedValue
 from .format.layout import Scope, build_layout, encode, layout_hash
-from .plan.owners import Owners
+from .plan.owners import Owners, Replica
 from .snapshot.copier import Plan
 from .snapshot.estimate import estimate
+from .state.sharded import held_by
 from .state.trainstate import TrainState
-from .state.tree import FlatState, Leaf
+from .state.tree import FlatState, Leaf, ShardedLeaf
 
 
 class LayoutPlanner:
-    """Plans one rank's layouts. Replicated entries have one owner, balanced by bytes; an entry that appears late
-    moves no other. Every rank that sees the same GLOBAL entries finds the same owners, without a word."""
+    """Plans one rank's layouts. Of the ranks that hold the same of an entry one stores it, balanced by bytes; an
+    entry that appears late moves no other. All that hold it find the same owner, without a word.
 
-    def __init__(self, rank: int, world: int) -> None:
+    ``copies`` and ``node_of``: see :class:`~everstep.plan.owners.Owners`.
+    """
+
+    def __init__(
+        self, rank: int, world: int, *, copies: int = 0, node_of: Sequence[str] | None = None
+    ) -> None:
         self._rank = rank
-        self._owners = Owners(world)
+        self._owners = Owners(world, copies=copies, node_of=node_of)
         self._signature: list[tuple[Any, ...]] = []
         self._current: Plan | None = None
+        self.owners: dict[tuple[str, str], tuple[int, ...]] = {}
+        """Of each replicated (part, key) that this rank holds: the rank that stores it, then those that are to
+        have second copies."""
 
     def plan(self, flat: FlatState) -> Plan:
-        """The layout for the leaves of ``flat``, entries in their order."""
+        """The layout for the leaves of ``flat``, entries in their order. UnsupportedValue for holders that are no
+        ranks of this job."""
         signature = flat.signature()
         if self._current is None or signature != self._signature:
             self._current = self._build(flat.leaves)
@@ -36,28 +49,64 @@ class LayoutPlanner:
         return self._current
 
     def _build(self, leaves: Sequence[Leaf]) -> Plan:
-        shared = [(x.part, x.key, x.nbytes) for x in leaves if x.scope is Scope.GLOBAL and _is_full(x)]
-        owners = self._owners.assign(shared)
+        replicas = []
+        for leaf in leaves:
+            holders = self._holders(leaf) if leaf.scope is Scope.GLOBAL else (self._rank,)
+            if holders is None or len(holders) > 1:
+                replicas.append(Replica(leaf.part, leaf.key, leaf.nbytes, holders))
+        try:
+            self.owners = self._owners.assign(replicas)
+        except ValueError as problem:
+            raise UnsupportedValue(
+                "shards name holders that this job does not have", found=str(problem)
+            ) from None
+        alone = (self._rank,)
         specs = [
-            leaf.spec(stored=owners.get((leaf.part, leaf.key), self._rank) == self._rank) for leaf in leaves
+            leaf.spec(stored=self.owners.get((leaf.part, leaf.key), alone)[0] == self._rank)
+            for leaf in leaves
         ]
         layout = build_layout(specs)
         encoded = encode(layout)
         return Plan(layout, encoded, layout_hash(encoded))
 
+    def _holders(self, leaf: Leaf) -> tuple[int, ...] | None:
+        """The ranks that hold the same of a GLOBAL leaf; None: all of this job."""
+        if not isinstance(leaf, ShardedLeaf):
+            return None
+        # Alone: one process writes what it holds, whichever rank of a larger job it is besides.
+        if leaf.holders is None or not leaf.boxes or self._owners.world == 1:
+            return (self._rank,)
+        if self._rank in leaf.holders:
+            return leaf.holders
+        return tuple(sorted({*leaf.holders, self._rank}))
 
-def _is_full(leaf: Leaf) -> bool:
-    return len(leaf.boxes) == 1 and leaf.boxes[0].lengths == leaf.shape
+
+class _Sized(NamedTuple):
+    nbytes: int
 
 
 def expected_slot_bytes(state: TrainState, world: int) -> int:
     """Room for one snapshot of this rank, said before the first step: what is there now and what optimizers will
-    add; of GLOBAL tensors this rank's share, and one whole of the largest, for shares are not equal."""
+    add; of replicated tensors this rank's share, and one whole of the largest, for shares are not equal."""
     flat = state.flatten()
-    own = [leaf.tensor for leaf in flat.leaves if leaf.scope is Scope.RANK]
-    shared = [leaf.tensor for leaf in flat.leaves if leaf.scope is Scope.GLOBAL]
-    if not shared:
-        return estimate(own, state.optimizers(), state_bytes=len(flat.state)).nbytes
-    alone = estimate(own, state_bytes=len(flat.state)).nbytes
-    together = estimate(shared, state.optimizers())
-    return alone + together.nbytes // world + max(tensor.nbytes for tensor in shared)
+    shared = any(leaf.scope is Scope.GLOBAL and type(leaf) is Leaf for leaf in flat.leaves)
+    sizes, largest = [], 0
+    for leaf in flat.leaves:
+        count = 1
+        if isinstance(leaf, ShardedLeaf):
+            count = len(leaf.holders or (0,))
+        elif leaf.scope is Scope.GLOBAL:
+            count = world
+        sizes.append(_Sized(-(-leaf.nbytes // count)))
+        if count > 1:
+            largest = max(largest, leaf.nbytes)
+
+    def share(parameter: torch.Tensor) -> float:
+        """Bytes of what this rank will store of a tensor of the optimizer's that is like ``parameter``."""
+        held = held_by(parameter)
+        if held is None:
+            return parameter.nbytes / (world if shared else 1)
+        return sum(piece.nbytes for piece in held.pieces) / len(held.holders or (0,))
+
+    expected = estimate(sizes, state.optimizers(), state_bytes=len(flat.state), share=share)
+    return expected.nbytes + largest

@@ -1,22 +1,43 @@
-"""What one rank reads of a checkpoint: into live objects, or as plain values, from the nearest holder."""
+"""What one rank reads of a checkpoint: into live objects, or as plain values, from the nearest holder.
+
+Whatever the number of ranks was at the save: what is read are the regions that the live objects hold. Loading into
+live objects goes in phases that all ranks make together, so that nothing live is touched before every rank has
+compared, and one rank's failure is every rank's.
+"""
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from .discovery import FALL_BACK
-from .errors import NoCheckpoint, StateMismatch
-from .format.layout import Layout
-from .plan.reads import plan_reads
-from .state.codec import StateImage
-from .state.restore import plan_restore, plan_values
+from .errors import NoCheckpoint
+from .format.entries import Entry, Scope
+from .format.hashing import digest
+from .phases import Phases
+from .plan import whose
+from .plan.whose import Key
+from .saved import Checkpoint, Wanted
+from .state.elastic import check_data, derive_rng, reshard_loader_state
+from .state.merge import Saved, Skeleton, differences, merged
+from .state.plan_base import Extra
+from .state.restore import RestorePlan, plan_restore, plan_values
+from .state.rng import RandomState
 from .state.trainstate import TrainState
-from .store.blocking import run_blocking
-from .store.fill import FillReport, fill
-from .store.sources import ArenaSource, Source
+from .store.fill import FillReport
+from .store.sources import Source
+
+PROOF_BYTES_MAX = 256 << 20
+"""Tensors that several ranks have for themselves are read from all of them, to see whether they are equal, up to
+this much in all."""
+
+TOLD_MAX = 40
+"""Differences between ranks that are told one by one."""
+
+LOADER = "loader"
+RNG = "rng"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,85 +51,257 @@ class Filled:
     values: Any = None
 
 
-Reading = Callable[[Sequence[Source]], Filled]
-"""Reads what a rank needs from the holders of one checkpoint, nearest first."""
+Reading = Callable[[Callable[[], Sequence[Source]], Phases], Filled]
+"""Reads what a rank needs, in phases, from the holders of one checkpoint that the first argument opens, nearest
+first."""
 
 
-def into_state(state: TrainState, rank: int, world: int | None, allow: Collection[str]) -> Reading:
-    """Restores ``state`` in place as ``rank``; ``world`` None takes a checkpoint of any number of ranks."""
+def into_state(
+    state: TrainState,
+    allow: Collection[str] = (),
+    *,
+    parts: Collection[str] | None = None,
+    rank: int | None = None,
+) -> Reading:
+    """Restores ``state`` in place (or ``parts`` of it); as rank ``rank`` of the save, if that is given."""
 
-    def read(sources: Sequence[Source]) -> Filled:
-        _check_world(sources[0], rank, world)
-        data, layouts = first_good(sources, rank)
-        image = StateImage(data, name=f"state image of rank {rank}")
-        plan = plan_restore(state, image, layouts[rank].entries, allow=allow)
-        report = fill_targets(sources, rank, layouts, plan.views())
-        return Filled(_tier(sources), report.nbytes, tuple(plan.finish()))
-
-    return read
-
-
-def as_values(rank: int, parts: Collection[str] | None) -> Reading:
-    """Gives one rank's state as plain nested values on the CPU."""
-
-    def read(sources: Sequence[Source]) -> Filled:
-        _check_world(sources[0], rank, None)
-        data, layouts = first_good(sources, rank)
-        image = StateImage(data, name=f"state image of rank {rank}")
-        plan = plan_values(image, layouts[rank].entries, parts=parts)
-        report = fill_targets(sources, rank, layouts, plan.views())
-        return Filled(_tier(sources), report.nbytes, values=plan.finish())
+    def read(opened: Callable[[], Sequence[Source]], phases: Phases) -> Filled:
+        return _Load(state, allow, parts, rank, phases).run(opened)
 
     return read
 
 
-def _tier(sources: Sequence[Source]) -> str:
-    return "memory" if isinstance(sources[0], ArenaSource) else "disk"
+def as_values(rank: int, parts: Collection[str] | None, keys: Collection[str] | None = None) -> Reading:
+    """Gives plain nested values on the CPU: tensors of the job whole, what is each rank's own as ``rank`` has it,
+    and what ``rank`` lacks from the ranks that have it."""
+
+    def read(opened: Callable[[], Sequence[Source]], phases: Phases) -> Filled:
+        return phases.each(lambda: values_of(Checkpoint(opened())))
+
+    def values_of(checkpoint: Checkpoint) -> Filled:
+        _check_rank(checkpoint, rank)
+        saved = checkpoint.images(whose.representatives(checkpoint.layouts, rank))
+        skeleton = merged(saved) if len(saved) > 1 else Skeleton.of(saved[0])
+        plan = plan_values(skeleton, parts=parts, keys=keys)
+        report = checkpoint.fill(plan.wanted(), plan.sources())
+        return Filled(checkpoint.tier, report.nbytes, values=plan.finish())
+
+    return read
 
 
-def _check_world(source: Source, rank: int, world: int | None) -> None:
-    if world is not None and source.world != world:
-        raise StateMismatch(
-            f"step {source.step} was written by another number of ranks",
-            found=f"{source.world} ranks",
-            expected=f"{world} ranks",
-            hint="Start as many ranks as wrote it.",
+@dataclass(slots=True)
+class _Load:
+    """One rank's loading into live objects."""
+
+    state: TrainState
+    allow: Collection[str]
+    parts: Collection[str] | None
+    rank: int | None
+    phases: Phases
+    equal: set[Key] = field(default_factory=set)
+    loose: set[Key] = field(default_factory=set)
+    own: int | None = None
+    """The rank at the save that this one is; None where another number of ranks wrote it."""
+    first: int = 0
+    """The rank at the save whose plain values this one takes."""
+
+    def run(self, opened: Callable[[], Sequence[Source]]) -> Filled:
+        phases = self.phases
+        checkpoint, plan = phases.each(lambda: self._compare(Checkpoint(opened())))
+        self._settle(checkpoint, plan)
+        unequal: dict[str, list[int]] = {}
+        if self.own is None and checkpoint.world > 1:
+            unequal = phases.from_first(lambda: _unequal(checkpoint, self._special()))
+        phases.each(lambda: self._check(checkpoint, plan, unequal))
+        with checkpoint.filling(phases, lambda: self._asked(plan)) as fill_now:
+            return phases.each(lambda: self._fill(checkpoint, plan, fill_now))
+
+    # -- comparing
+
+    def _compare(self, checkpoint: Checkpoint) -> tuple[Checkpoint, RestorePlan]:
+        if self.rank is not None:
+            _check_rank(checkpoint, self.rank)
+            self.first = self.own = self.rank
+        elif checkpoint.world == self.phases.world:
+            self.first = self.own = self.phases.rank
+        else:
+            self.first = whose.home(self.phases.rank, checkpoint.world)
+        said = checkpoint.meta(self.first)
+        if self.parts is None or LOADER in self.parts:
+            check_data(self.state.data, (said.get("data") or {}).get("kind"))
+        if self.own is None:
+            return checkpoint, self._plan_elsewhere(checkpoint)
+        [mine] = checkpoint.images([self.first])
+        plan = plan_restore(self.state, Skeleton.of(mine), allow=self.allow, parts=self.parts)
+        others = whose.representatives(checkpoint.layouts, self.first) if plan.missing else []
+        if len(others) > 1:
+            # Another partition than at the save: what is not here may be there. What this rank does not take of
+            # others' they tell themselves.
+            skeleton = merged(checkpoint.images(others))
+            wider = plan_restore(self.state, skeleton, allow=self.allow, parts=self.parts)
+            if wider.missing < plan.missing:
+                wider.keep_extra({extra.where for extra in plan.extra})
+                plan = wider
+        return checkpoint, plan
+
+    def _special(self) -> set[str]:
+        """Live parts that are each rank's own by nature, with rules of their own at another number of ranks."""
+        live = self.state.live_parts()
+        return {part for part in live if part == LOADER or isinstance(live[part], RandomState)}
+
+    def _plan_elsewhere(self, checkpoint: Checkpoint) -> RestorePlan:
+        """At another number of ranks than wrote it."""
+        special = self._special()
+        needed = whose.representatives(checkpoint.layouts, self.first)
+        taken: dict[str, int] = {}
+        each: dict[str, Sequence[int]] = {}
+        reshard: dict[str, Callable[[list[Any]], Any] | None] = {}
+        derive: dict[str, Callable[[Any], Any]] = {}
+        rank, world = self.phases.rank, self.phases.world
+        if RNG in special:
+            taken[RNG] = 0
+            needed = [*needed, 0]
+            derive[RNG] = functools.partial(derive_rng, world=world, rank=rank)
+        if LOADER in special:
+            reshard[LOADER] = None
+            if self.state.reshard_loader is not None:
+                each[LOADER] = range(checkpoint.world)
+                needed = [*needed, *each[LOADER]]
+                reshard[LOADER] = lambda states: reshard_loader_state(self.state, states, rank, world)
+        skeleton = merged(checkpoint.images(list(dict.fromkeys(needed))), taken=taken, each=each)
+        return plan_restore(
+            self.state, skeleton, allow=self.allow, parts=self.parts, derive=derive, reshard=reshard
         )
-    if rank >= source.world:
+
+    def _settle(self, checkpoint: Checkpoint, plan: RestorePlan) -> None:
+        """What this rank does not take is unexpected only if no rank takes it."""
+        extra = plan.extra
+        if not any(self.phases.share(bool(extra))):
+            return
+        layouts = checkpoint.layouts
+
+        def names(entries: Sequence[Entry], places: Collection[str]) -> set[bytes]:
+            found = whose.names_of(entries, places, layouts, self.own)
+            return {digest(name.encode(errors="surrogatepass"))[:8] for name in found}
+
+        told = self.phases.share(sorted(names(plan.used, plan.met)))
+        taken = {name for some in told for name in some}
+
+        def is_taken(one: Extra) -> bool:
+            entries = plan.entries_of(one)
+            return names(entries, () if entries else [one.where]) <= taken
+
+        plan.settle(is_taken)
+
+    # -- proving
+
+    def _check(self, checkpoint: Checkpoint, plan: RestorePlan, unequal: dict[str, list[int]]) -> None:
+        """Raises StateMismatch for everything that differs."""
+        plan.settle()
+        taken = self.state.live_parts()
+        for path, ranks in unequal.items():
+            part = path.partition("/")[0]
+            if part in taken and (self.parts is None or part in self.parts):
+                told = f"another value on rank(s) {_some(ranks)} than on rank 0"
+                plan.differ("ranks", f"{path}: {told}; {_WHAT_TO_DO}")
+        wanted = [entry for entry, _ in plan.wanted() if entry.part != LOADER or self.own is not None]
+        doubt = whose.doubtful(wanted, checkpoint.layouts, self.own)
+        if doubt:
+            self.equal = _proved(checkpoint, doubt)
+            self.loose = set(doubt) - self.equal
+        for part, key in sorted(self.loose):
+            told = f"the own tensor of each of rank(s) {_some(doubt[part, key])}, and not equal"
+            plan.differ("ranks", f"{part}/{key}: {told}; {_WHAT_TO_DO}")
+        plan.raise_mismatches()
+
+    # -- filling
+
+    def _asked(self, plan: RestorePlan) -> tuple[Wanted, list[int | None], set[Key]]:
+        wanted = plan.wanted()
+        sources = plan.sources()
+        readers = [self._reader(entry, source) for (entry, _), source in zip(wanted, sources, strict=True)]
+        return wanted, readers, self.equal | self.loose
+
+    def _fill(self, checkpoint: Checkpoint, plan: RestorePlan, fill_now: Callable[[], FillReport]) -> Filled:
+        report = fill_now()
+        loosened = plan.finish()
+        if self.own is None and RNG in self._special() and self.phases.rank == 0:
+            warnings.warn(
+                f"everstep: step {checkpoint.step} was written by {checkpoint.world} rank(s) and is loaded by "
+                f"{self.phases.world}: their random numbers are new ones, derived from those of rank 0",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        return Filled(checkpoint.tier, report.nbytes, tuple(loosened))
+
+    def _reader(self, entry: Entry, source: int) -> int | None:
+        """As which rank at the save an entry is read."""
+        if self.own is not None:
+            return self.own
+        if entry.part == LOADER:
+            return source
+        loose = (entry.part, entry.key) in self.loose and entry.scope is not Scope.GLOBAL
+        return self.first if loose else None
+
+
+_WHAT_TO_DO = (
+    "if all ranks mean the same, name the part in TrainState(replicated=...) at the save; "
+    'with allow={"ranks"} each takes that of its rank modulo the number that saved'
+)
+
+
+def _check_rank(checkpoint: Checkpoint, rank: int) -> None:
+    if rank >= checkpoint.world:
         raise NoCheckpoint(
-            f"step {source.step} has no rank {rank}",
-            found=f"{source.world} ranks",
+            f"step {checkpoint.step} has no rank {rank}",
+            found=f"{checkpoint.world} ranks",
             expected=f"rank {rank}",
-            step=source.step,
+            step=checkpoint.step,
         )
 
 
-def first_good(sources: Sequence[Source], rank: int) -> tuple[bytes, list[Layout]]:
-    """The rank's state image and all ranks' layouts, from the first source that has them right."""
+def _unequal(checkpoint: Checkpoint, special: Collection[str]) -> dict[str, list[int]]:
+    """Plain values that the ranks of the save have not in common: paths, and the ranks where they differ from the
+    first that has them. Reads all ranks' state images, a few at a time."""
+    [first] = checkpoint.images([0])
+    found: dict[str, list[int]] = {}
 
-    async def read(source: Source) -> tuple[bytes, list[Layout]]:
-        await source.meta(rank)  # nothing here needs it, but a snapshot is taken whole or not at all
-        return await source.state(rank), [await source.layout(r) for r in range(source.world)]
+    def compare(one: Saved, ranks: Sequence[int]) -> None:
+        parts = [part for part in one.image.parts if part not in special]
+        others = (saved for rank in ranks for saved in checkpoint.read_images([rank]))
+        for path, some in differences(one, others, parts).items():
+            found.setdefault(path, []).extend(some)
 
-    for source in sources[:-1]:
-        try:
-            return run_blocking(read(source))
-        except FALL_BACK as error:
-            warnings.warn(f"everstep: {source.label}: {error}", RuntimeWarning, stacklevel=2)
-    return run_blocking(read(sources[-1]))
+    groups = whose.alike(checkpoint.layouts)
+    for group in groups:
+        [head] = checkpoint.images(group[:1])
+        compare(head, group[1:])
+    compare(first, [group[0] for group in groups if group[0] != 0])
+    return {path: sorted(set(ranks)) for path, ranks in sorted(found.items())[:TOLD_MAX]}
 
 
-def fill_targets(
-    sources: Sequence[Source], rank: int, layouts: Sequence[Layout], targets: Mapping[int, memoryview]
-) -> FillReport:
-    """Read the bytes of ``targets`` (by entry index of the rank's layout)."""
-    wanted = sorted(targets)
-    reads = plan_reads([layouts[rank].entries[index] for index in wanted], layouts, rank)
-    report = run_blocking(fill(sources, reads, {at: targets[index] for at, index in enumerate(wanted)}))
-    for fallback in report.fallbacks:
-        warnings.warn(
-            f"everstep: {fallback.source}: {fallback.error}; the bytes came from {fallback.served_by}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-    return report
+def _proved(checkpoint: Checkpoint, doubt: dict[Key, list[int]]) -> set[Key]:
+    """The keys of ``doubt`` whose tensors are equal on all their ranks: by their images' hashes, else by content."""
+    layouts = checkpoint.layouts
+    roots = checkpoint.roots(whose.images_of(doubt, layouts))
+    equal = whose.equal_by_image(doubt, layouts, roots)
+    left: dict[Key, list[Entry]] = {}
+    for key, ranks in doubt.items():
+        entries = [whose.find(layouts[rank], key) for rank in ranks]
+        kinds = {(entry.dtype, entry.shape, entry.boxes) for entry in entries}
+        if key not in equal and len(kinds) == 1:
+            left[key] = entries
+    if sum(entry.nbytes for entries in left.values() for entry in entries) > PROOF_BYTES_MAX:
+        return equal
+    pairs = [(entry, memoryview(bytearray(entry.nbytes))) for entries in left.values() for entry in entries]
+    checkpoint.fill(pairs, [rank for key in left for rank in doubt[key]])
+    views = iter(view for _, view in pairs)
+    for key, entries in left.items():
+        some = [next(views) for _ in entries]
+        if all(view == some[0] for view in some[1:]):
+            equal.add(key)
+    return equal
+
+
+def _some(ranks: Sequence[int]) -> str:
+    return f"{list(ranks[:8])}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

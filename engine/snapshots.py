@@ -88,7 +88,7 @@ class Snapshots:
             copying = self._copier.copy(
                 slot,
                 plan,
-                [leaf.tensor for leaf in flat.leaves],
+                flat.sources(),
                 state=flat.state,
                 meta=meta_bytes,
                 late=late_leaves,

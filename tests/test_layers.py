@@ -18,7 +18,7 @@ import pytest
 from tests.sources import PACKAGES, TOP, Arrow, arrows, layer_of, module_of, modules, sources
 
 STORE = frozenset({"errors", "format", "plan", "memory", "backends"})
-EVERYTHING = frozenset({"facade", "agent", "state", "snapshot", "store", *STORE})
+EVERYTHING = frozenset({"facade", "agent", "exchange", "state", "snapshot", "store", *STORE})
 MAY_IMPORT = {
     "errors": frozenset[str](),
     "backends": frozenset[str](),
@@ -27,7 +27,8 @@ MAY_IMPORT = {
     "memory": frozenset({"errors", "format"}),
     "store": STORE,
     "agent": STORE | {"store"},
-    "state": frozenset({"errors", "format"}),
+    "exchange": STORE | {"store"},
+    "state": frozenset({"errors", "format", "plan"}),
     "snapshot": frozenset({"errors", "format", "memory", "state"}),
     "facade": EVERYTHING,
     "demo": EVERYTHING,
@@ -211,8 +212,10 @@ def test_the_public_face_is_the_documented_one() -> None:
         "Policy",
         "Recovery",
         "SaveHandle",
+        "Shards",
         "TrainState",
         "errors",
+        "flat_range",
         "load",
         "register",
         "save",

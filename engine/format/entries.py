@@ -18,8 +18,8 @@ class Scope(enum.IntEnum):
     GLOBAL = 1
     """One tensor of the whole job: the same key on every rank is the same tensor, replicated or in boxes."""
     FIRST = 2
-    """One rank's own, as RANK; where another number of ranks loads, rank 0's counts for all (buffers under DDP,
-    which broadcasts rank 0's)."""
+    """One rank's own, as RANK; where another number of ranks loads, that of the first rank that has it counts for all
+    (buffers under DDP, which broadcasts rank 0's)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from ..format.entries import Box
 
@@ -101,35 +102,54 @@ def _corners(box: Box, axes: Sequence[int]) -> list[tuple[Point, int]]:
     return corners
 
 
-def runs(region: Box, source: Box, target: Box) -> Iterator[tuple[int, int, int]]:
-    """The contiguous pieces of ``region`` (inside both others) as (element in ``source``, element in
-    ``target``, number of elements), where both boxes are stored row-major. As few as there can be."""
-    axes = len(region.lengths)
-    inner = 1
-    axis = axes
-    # Axes that the region spans in both boxes merge with the one before them.
-    while axis and region.lengths[axis - 1] == source.lengths[axis - 1] == target.lengths[axis - 1]:
-        axis -= 1
-        inner *= region.lengths[axis]
-    if axis:
-        axis -= 1
-        inner *= region.lengths[axis]
-    source_at, target_at = _origin(region, source), _origin(region, target)
-    starts = [(source_at, target_at)]
-    source_strides, target_strides = _strides(source), _strides(target)
-    for outer in range(axis):
-        steps = range(region.lengths[outer])
-        s, t = source_strides[outer], target_strides[outer]
-        starts = [(a + i * s, b + i * t) for a, b in starts for i in steps]
+class Block(NamedTuple):
+    """``runs`` runs of ``length`` elements each, at equal distances: run ``i`` begins ``i * source_step`` after
+    ``source_at`` in one box, ``i * target_step`` after ``target_at`` in the other. Both steps are 0 for one run."""
+
+    source_at: int
+    target_at: int
+    length: int
+    runs: int
+    source_step: int
+    target_step: int
+
+
+def blocks(region: Box, source: Box, target: Box) -> Iterator[Block]:
+    """Where the elements of ``region`` (not empty, inside both others) lie, both boxes stored row-major.
+
+    The runs are as few as there can be. Those along the longest axis that does not merge with its neighbours
+    make one block, so there are as many blocks as the product of the other such axes: one, where the boxes
+    differ along one axis only.
+    """
+    inner, outer = _merged_axes(region, source, target)
+    along = max(outer, key=lambda axis: axis[0], default=(1, 0, 0))
+    if outer:
+        outer.remove(along)
+    starts = [(_origin(region, source), _origin(region, target))]
+    for length, source_step, target_step in outer:
+        starts = [(a + i * source_step, b + i * target_step) for a, b in starts for i in range(length)]
     for a, b in starts:
-        yield a, b, inner
+        yield Block(a, b, inner, *along)
 
 
-def _strides(box: Box) -> list[int]:
-    strides = [1] * len(box.lengths)
-    for axis in range(len(strides) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * box.lengths[axis + 1]
-    return strides
+def _merged_axes(region: Box, source: Box, target: Box) -> tuple[int, list[tuple[int, int, int]]]:
+    """Length of a run, and the other axes of ``region`` as (length, step in ``source``, step in ``target``),
+    outermost first; axes over which the steps simply go on are one."""
+    axes: list[tuple[int, int, int]] = []
+    source_step = target_step = 1
+    for length, source_length, target_length in zip(
+        reversed(region.lengths), reversed(source.lengths), reversed(target.lengths), strict=True
+    ):
+        if length > 1:
+            last = axes[-1] if axes else (1, 1, 1)
+            if (source_step, target_step) == (last[0] * last[1], last[0] * last[2]):
+                axes[-1:] = [(last[0] * length, last[1], last[2])]
+            else:
+                axes.append((length, source_step, target_step))
+        source_step *= source_length
+        target_step *= target_length
+    inner = axes.pop(0)[0] if axes and axes[0][1:] == (1, 1) else 1
+    return inner, axes[::-1]
 
 
 def _origin(region: Box, box: Box) -> int:

@@ -40,7 +40,7 @@ class Plan:
 
 @dataclass
 class _Sources:
-    """What one copy reads, with where it goes and which entries it is; dropped when it is done."""
+    """What one copy reads, with where it goes and which entries it is of; dropped when it is done."""
 
     indices: list[int] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -77,9 +77,10 @@ class Copier:
         """Copy a snapshot into ``slot``; the caller publishes or abandons it.
 
         ``leaves`` are tensors or numpy arrays in the order of the layout's entries (those stored elsewhere
-        may be None). Entries whose index is in ``late`` are only begun: they are read by a thread, and the
-        caller must ask the returned :class:`LateCopy` before it publishes. Everything else is copied when
-        this returns. StateMismatch if a leaf is not what the layout says; MemoryTooSmall if the slot is.
+        may be None); for an entry of several boxes a tuple of tensors, one per box. Entries whose index is in
+        ``late`` are only begun: they are read by a thread, and the caller must ask the returned
+        :class:`LateCopy` before it publishes. Everything else is copied when this returns. StateMismatch if a
+        leaf is not what the layout says; MemoryTooSmall if the slot is.
         """
         if len(leaves) != len(plan.layout.entries):
             raise StateMismatch(
@@ -119,11 +120,31 @@ def _match(layout: Layout, expected: Expected, into: list[torch.Tensor], leaves:
     """Sources with their destinations, each compared with the layout: a copy between unequal shapes would
     broadcast, and one between unequal dtypes convert, without a word."""
     wanted = [leaves[index] for index in expected.indices]
+    if expected.boxed:
+        wanted = _piecewise(layout, expected, wanted)
     if expected.plain and _alike(wanted, expected):
         return _Sources(expected.indices, wanted, into)
     found = _Sources()
-    for index, leaf, destination in zip(expected.indices, wanted, into, strict=True):
-        _match_one(layout.entries[index], index, leaf, destination, found)
+    for number, (leaf, destination) in enumerate(zip(wanted, into, strict=True)):
+        _match_one(layout, expected, number, leaf, destination, found)
+    return found
+
+
+def _piecewise(layout: Layout, expected: Expected, wanted: Sequence[Any]) -> list[Any]:
+    """``wanted``, which has an entry's leaf for each of its boxes, with the box's own piece instead."""
+    found = []
+    for index, number, leaf in zip(expected.indices, expected.boxes, wanted, strict=True):
+        entry = layout.entries[index]
+        pieces = leaf if type(leaf) is tuple else (leaf,)
+        if len(pieces) != len(entry.boxes):
+            raise StateMismatch(
+                f"{_name(entry)} is not what the layout says",
+                found=f"{len(pieces)} tensors",
+                expected=f"{len(entry.boxes)} boxes",
+                hint="Its sharding changed: make the layout anew",
+                key=entry.key,
+            )
+        found.append(pieces[number])
     return found
 
 
@@ -138,16 +159,21 @@ def _alike(wanted: Sequence[Any], expected: Expected) -> bool:
     return True
 
 
-def _match_one(entry: Entry, index: int, leaf: Any, destination: torch.Tensor, found: _Sources) -> None:
+def _match_one(
+    layout: Layout, expected: Expected, number: int, leaf: Any, destination: torch.Tensor, found: _Sources
+) -> None:
+    index = expected.indices[number]
+    entry = layout.entries[index]
+    shape, size = expected.shapes[number], expected.sizes[number]
     if isinstance(leaf, np.ndarray):
-        _check(entry, entry.dtype, leaf.shape, leaf.nbytes)
+        _check(entry, entry.dtype, leaf.shape, leaf.nbytes, shape, size)
         if leaf.nbytes:
             found.arrays.append((leaf, destination))
         return
     if not isinstance(leaf, torch.Tensor):
         raise StateMismatch(_name(entry), found=type(leaf).__name__, expected="a tensor", key=entry.key)
     dtype = str(leaf.dtype).removeprefix("torch.")
-    _check(entry, dtype, leaf.shape, leaf.numel() * leaf.dtype.itemsize)
+    _check(entry, dtype, leaf.shape, leaf.numel() * leaf.dtype.itemsize, shape, size)
     carried = carrier(leaf.dtype)
     if destination.dtype is not carried:
         # Where the layout has no room for a typed view: a contiguous copy of the source, as bytes.
@@ -159,15 +185,14 @@ def _match_one(entry: Entry, index: int, leaf: Any, destination: torch.Tensor, f
     found.into.append(destination if leaf.shape == destination.shape else destination.view(leaf.shape))
 
 
-def _check(entry: Entry, dtype: str, shape: Sequence[int], nbytes: int) -> None:
-    alike = dtype == entry.dtype and nbytes == entry.nbytes
-    if alike and len(entry.boxes) == 1:
-        alike = tuple(shape) == entry.boxes[0].lengths
-    if not alike:
+def _check(
+    entry: Entry, dtype: str, shape: Sequence[int], nbytes: int, expected: torch.Size, size: int
+) -> None:
+    if dtype != entry.dtype or nbytes != size or tuple(shape) != expected:
         raise StateMismatch(
             f"{_name(entry)} is not what the layout says",
             found=f"{dtype} {list(shape)}, {nbytes} bytes",
-            expected=f"{entry.dtype} {[list(box.lengths) for box in entry.boxes]}, {entry.nbytes} bytes",
+            expected=f"{entry.dtype} {list(expected)}, {size} bytes",
             hint="Its shape or dtype changed: make the layout anew",
             key=entry.key,
         )

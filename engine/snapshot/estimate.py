@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,17 +37,28 @@ class Estimate:
         return aligned(self.leaves_bytes + self.optimizer_bytes + self.other_bytes)
 
 
+def whole(parameter: torch.Tensor) -> float:
+    """A tensor like ``parameter`` is stored by this rank, whole."""
+    return parameter.nbytes
+
+
 def estimate(
-    leaves: Iterable[Any], optimizers: Iterable[Any] = (), *, state_bytes: int = 0, slack: float = SLACK
+    leaves: Iterable[Any],
+    optimizers: Iterable[Any] = (),
+    *,
+    state_bytes: int = 0,
+    slack: float = SLACK,
+    share: Callable[[torch.Tensor], float] = whole,
 ) -> Estimate:
     """``leaves`` are the tensors and arrays that a snapshot would store now; ``optimizers`` the torch
     optimizers whose state belongs to it (state that exists already is among the leaves); ``state_bytes`` the
-    size of the plain values now."""
+    size of the plain values now; ``share`` how many bytes this rank will store, in the mean, of a tensor like
+    the parameter given."""
     sizes = [leaf.nbytes for leaf in leaves]
     optimizer_bytes, tensors = 0, 0
     assumed = []
     for optimizer in optimizers:
-        expected = _expected(optimizer)
+        expected = _expected(optimizer, share)
         optimizer_bytes += expected.nbytes
         tensors += expected.tensors
         assumed.append(expected.assumed)
@@ -63,7 +74,7 @@ class _Expected:
     assumed: str
 
 
-def _expected(optimizer: Any) -> _Expected:
+def _expected(optimizer: Any, share: Callable[[torch.Tensor], float]) -> _Expected:
     """State still to come: for each parameter that has none yet."""
     nbytes = tensors = parameters = 0
     rules = set()
@@ -74,7 +85,7 @@ def _expected(optimizer: Any) -> _Expected:
             if optimizer.state.get(parameter) or not parameter.requires_grad:
                 continue
             parameters += 1
-            nbytes += int(copies * parameter.numel() * parameter.element_size()) + SCALAR_BYTES
+            nbytes += int(copies * share(parameter)) + SCALAR_BYTES
             tensors += int(copies) + 1
     name = type(optimizer).__name__
     if not parameters:

@@ -63,7 +63,9 @@ class LateCopy:
             raise LateCopyTimeout(f"a late copy was not done within {timeout_s:g} s", timeout_s=timeout_s)
         if self._moved is None and not self._cancelled:
             pairs = zip(self._names, self._sources, self._versions, strict=True)
-            self._moved = [name for name, source, version in pairs if source._version != version]
+            # A tensor of several pieces has its name several times.
+            moved = [name for name, source, version in pairs if source._version != version]
+            self._moved = list(dict.fromkeys(moved))
             self._drop()
         if self._error is not None:
             raise self._error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -45,39 +45,70 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Expected:
-    """What a layout expects of the leaves that it stores, in order: their places in the layout, shapes,
-    dtypes. ``plain``: each is copied as it is (not as integers)."""
+    """What a layout expects of the boxes that it stores, in order: the places of their entries in the layout,
+    their numbers within the entry, shapes, dtypes, first bytes and sizes. ``boxed``: some entry has several.
+    ``plain``: each is copied as it is (not as integers)."""
 
     indices: list[int]
+    boxes: list[int]
     shapes: list[torch.Size]
     dtypes: list[torch.dtype]
+    offsets: list[int]
+    sizes: list[int]
+    boxed: bool
     plain: bool
 
 
 def expect(layout: Layout) -> Expected:
     """Once per layout."""
-    indices = [index for index, entry in enumerate(layout.entries) if entry.image is not None]
-    entries = [layout.entries[index] for index in indices]
-    dtypes = [torch_dtype(entry.dtype) for entry in entries]
-    shapes = [torch.Size(_shape(entry)) for entry in entries]
-    plain = all(
-        dtype in COPYABLE and _is_typed(entry, shape, dtype)
-        for entry, shape, dtype in zip(entries, shapes, dtypes, strict=True)
-    )
-    return Expected(indices, shapes, dtypes, plain)
+    found = Expected([], [], [], [], [], [], _is_boxed(layout), plain=True)
+    plain = True
+    for index, entry in enumerate(layout.entries):
+        if entry.image is None:
+            continue
+        dtype, begin = torch_dtype(entry.dtype), entry.offset
+        for number, box in enumerate(entry.boxes):
+            size = entry.nbytes if len(entry.boxes) == 1 else box.volume * dtype.itemsize
+            found.indices.append(index)
+            found.boxes.append(number)
+            found.shapes.append(torch.Size(box.lengths))
+            found.dtypes.append(dtype)
+            found.offsets.append(begin)
+            found.sizes.append(size)
+            plain = plain and dtype in COPYABLE and _is_typed(begin, size, box.volume, dtype)
+            begin += size
+        if begin != entry.offset + entry.nbytes:
+            raise UnsupportedValue(
+                f"{entry.part}/{entry.key}: boxes of dtype {entry.dtype} have another size in the running torch",
+                found=begin - entry.offset,
+                expected=entry.nbytes,
+                path=f"{entry.part}/{entry.key}",
+            )
+    return replace(found, plain=plain)
+
+
+def _is_boxed(layout: Layout) -> bool:
+    return any(len(entry.boxes) > 1 for entry in layout.entries if entry.image is not None)
 
 
 def build_destinations(
     layout: Layout, expected: Expected, places: Mapping[str, memoryview]
 ) -> list[torch.Tensor]:
-    """Views of all stored entries in one slot, whose regions are ``places``."""
+    """Views of all stored boxes in one slot, whose regions are ``places``."""
     with torch._C.DisableTorchFunction(), _no_collection():
         images = [
             torch.frombuffer(places[IMAGE_PREFIX + image.name], dtype=torch.uint8) for image in layout.images
         ]
         return [
-            _view(images, layout.entries[index], shape, carrier(dtype))
-            for index, shape, dtype in zip(expected.indices, expected.shapes, expected.dtypes, strict=True)
+            _view(images, layout.entries[index], begin, size, shape, dtype)
+            for index, begin, size, shape, dtype in zip(
+                expected.indices,
+                expected.offsets,
+                expected.sizes,
+                expected.shapes,
+                expected.dtypes,
+                strict=True,
+            )
         ]
 
 
@@ -107,23 +138,22 @@ def carrier(dtype: torch.dtype) -> torch.dtype:
 
 
 def _view(
-    images: Sequence[torch.Tensor], entry: Entry, shape: torch.Size, dtype: torch.dtype
+    images: Sequence[torch.Tensor],
+    entry: Entry,
+    begin: int,
+    size: int,
+    shape: torch.Size,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The entry's bytes in the shape that a source has; flat bytes where that cannot be."""
+    """The bytes of one box in the shape that a source has; flat bytes where that cannot be."""
     assert entry.image is not None
-    if entry.nbytes == 0:
-        return torch.empty(shape, dtype=dtype)
-    data = images[entry.image].narrow(0, entry.offset, entry.nbytes)
-    return data.view(dtype).view(shape) if _is_typed(entry, shape, dtype) else data
+    carried = carrier(dtype)
+    if size == 0:
+        return torch.empty(shape, dtype=carried)
+    data = images[entry.image].narrow(0, begin, size)
+    return data.view(carried).view(shape) if _is_typed(begin, size, prod(shape), dtype) else data
 
 
-def _is_typed(entry: Entry, shape: torch.Size, dtype: torch.dtype) -> bool:
-    """Whether the entry's place in the image can be looked at as such a tensor."""
-    return prod(shape) * dtype.itemsize == entry.nbytes and entry.offset % dtype.itemsize == 0
-
-
-def _shape(entry: Entry) -> Sequence[int]:
-    """What a source is expected to look like: its one box, or flat where there are several (or none)."""
-    if len(entry.boxes) == 1:
-        return entry.boxes[0].lengths
-    return (sum(prod(box.lengths) for box in entry.boxes),)
+def _is_typed(begin: int, size: int, volume: int, dtype: torch.dtype) -> bool:
+    """Whether these bytes of an image can be looked at as so many elements."""
+    return volume * dtype.itemsize == size and begin % dtype.itemsize == 0

@@ -8,11 +8,12 @@ not follow :mod:`~everstep.state.wire` raises Damaged.
 from __future__ import annotations
 
 import collections
+import copy
 import datetime
 import pathlib
 import struct
 import zoneinfo
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import msgspec
@@ -87,6 +88,17 @@ class StateImage:
         self.parts = _parse(data, name)
         self._containers: list[Node] | None = None
 
+    @classmethod
+    def of_nodes(cls, parts: dict[str, Node], name: str) -> StateImage:
+        """An image of nodes that were made otherwise, and hold no aliases."""
+        made = cls.__new__(cls)
+        made.name, made.light, made.registry = name, False, REGISTRY
+        made.parts, made._containers = parts, None
+        return made
+
+    def damaged(self, node: Node, why: str = "not a known node") -> Damaged:
+        return Damaged(f"{self.name}: a malformed node", found=f"{why}: {_shown(node)}", name=self.name)
+
     def decoder(self, resolve: Resolve, *, keep_types: bool = False) -> Decoder:
         """What makes values of nodes; values made by one decoder share aliased containers. ``keep_types``:
         the state of an object comes as an :class:`ObjectState`."""
@@ -94,6 +106,14 @@ class StateImage:
 
     def container(self, number: int) -> Node:
         """The node that alias ``number`` means."""
+        containers = self._all_containers()
+        if type(number) is not int or not 0 <= number < len(containers):
+            raise Damaged(
+                f"{self.name}: alias of a container that is not there", found=number, name=self.name
+            )
+        return containers[number]
+
+    def _all_containers(self) -> list[Node]:
         if self._containers is None:
             self._containers = [
                 node
@@ -101,15 +121,22 @@ class StateImage:
                 for node in walk(part, self.name)
                 if type(node) is dict or tag_of(node) in MUTABLE
             ]
-        if type(number) is not int or not 0 <= number < len(self._containers):
-            raise Damaged(
-                f"{self.name}: alias of a container that is not there", found=number, name=self.name
-            )
-        return self._containers[number]
+        return self._containers
+
+    def only(self, parts: Collection[str]) -> StateImage:
+        """This image with some of its parts alone."""
+        made = copy.copy(self)
+        made._containers = self._all_containers()
+        made.parts = {part: self.parts[part] for part in parts}
+        return made
 
     def refs(self, part: str) -> set[int]:
         """Indices of the entries that ``part`` refers to."""
-        todo, found, seen = [self.parts[part]], set[int](), set[int]()
+        return self.refs_of(self.parts[part])
+
+    def refs_of(self, node: Node) -> set[int]:
+        """Indices of the entries that ``node`` refers to."""
+        todo, found, seen = [node], set[int](), set[int]()
         while todo:
             for node in walk(todo.pop(), self.name):
                 tag = tag_of(node)

@@ -14,21 +14,28 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from . import keys, objects
+from .chunks import ChunkOptimizers, Chunks, kind_of
 from .optim import load_optimizer, plan_optimizer
-from .plan_base import Ledger, Phase, Planned, StoredArray, StoredTensor
+from .plan_base import Ledger, Phase, Planned, StoredArray, StoredTensor, stored_in
 from .registry import ObjectState, attributes_of, set_attributes
+from .sharded import Shards
 
 Applier = Callable[[Any], Any]
 
 _SCALARS = (bool, int, float, complex, str, bytes)
-_WITH_TYPE_CHECK = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+_WITH_TYPE_CHECK = (
+    torch.optim.Optimizer,
+    ChunkOptimizers,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
+)
 """Objects whose load_state_dict takes anything: another class's state must not get there."""
 
 
@@ -39,8 +46,10 @@ def _take(value: Any) -> Any:
 class Fitter:
     """One restore. Collects loads of objects, which run in their phases once all appliers have run."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, names: Mapping[int, str]) -> None:
+        """``names``: of parameters, by id."""
         self.ledger = ledger
+        self._names = names
         self._loads: list[tuple[Phase, Callable[[], Any]]] = []
 
     def part(self, live: Any, stored: Any, part: str) -> Applier:
@@ -64,7 +73,7 @@ class Fitter:
         type_name = None
         if isinstance(stored, ObjectState):
             type_name, stored = stored.type_name, stored.value
-        if isinstance(live, torch.Tensor):
+        if isinstance(live, (torch.Tensor, Shards)):
             return self._tensor(live, stored, where)
         if objects.is_stateful(live):
             return self._object(live, stored, type_name, where)
@@ -73,7 +82,9 @@ class Fitter:
         if isinstance(live, torch.Generator):
             return self._generator(live, stored, where)
         if live is None or (isinstance(live, (dict, list)) and not live):
-            return lambda value: _refill(live, value)
+            for index in stored_in(stored):
+                self.ledger.tensor(index)
+            return lambda value: refill(live, value)
         if isinstance(live, dict):
             return self._dict(live, stored, where, strict)
         if isinstance(live, (list, tuple)):
@@ -92,9 +103,9 @@ class Fitter:
         # Sets, dates, enums and the like must keep their type; scalars may become None or another scalar.
         if not both and stored is not None and type(live) is not type(stored):
             return self._mistyped(live, stored, where)
-        return lambda value: _refill(live, value)
+        return lambda value: refill(live, value)
 
-    def _tensor(self, live: torch.Tensor, stored: Any, where: str) -> Applier:
+    def _tensor(self, live: torch.Tensor | Shards, stored: Any, where: str) -> Applier:
         self.ledger.wanted += 1
         if not isinstance(stored, StoredTensor):
             return self._mistyped(live, stored, where)
@@ -146,10 +157,11 @@ class Fitter:
     def _entries(self, live: dict[Any, Any], stored: dict[Any, Any], where: str) -> dict[Any, Applier]:
         appliers: dict[Any, Applier] = {}
         for key in stored.keys() - live.keys():
-            self.ledger.differ("unexpected", f"{place(where, key)}: in the checkpoint, not in the target")
+            self.ledger.unexpected(place(where, key), stored[key], "in the checkpoint, not in the target")
         for key, value in live.items():
             here = place(where, key)
             if key in stored:
+                self.ledger.met.add(here)
                 appliers[key] = self.fit(value, stored[key], here)
             else:
                 self.ledger.wanted += holds_tensors(value)
@@ -185,7 +197,7 @@ class Fitter:
             return self._none(live, stored, where)
         mine, other = attributes_of(live), attributes_of(stored)
         if not holds_tensors(mine) and not holds_tensors(other):
-            return lambda value: _refill(live, value)
+            return lambda value: refill(live, value)
         appliers = self._entries(mine, other, where)
 
         def apply(value: Any) -> Any:
@@ -199,7 +211,7 @@ class Fitter:
         return _take if stored is None else self._mistyped(live, stored, where)
 
     def _whole(self, live: Any, stored: Any, where: str) -> Applier:
-        return lambda value: _refill(live, value)
+        return lambda value: refill(live, value)
 
     # Objects.
     def _object(self, live: Any, stored: Any, type_name: str | None, where: str) -> Applier:
@@ -211,16 +223,22 @@ class Fitter:
             phase = live.phase
         elif isinstance(live, torch.nn.Module):
             return self._module(live, stored, where)
-        elif isinstance(live, torch.optim.Optimizer):
-            plan_optimizer(self.ledger, live, stored, where)
-            load, phase = functools.partial(load_optimizer, live), Phase.OPTIMIZERS
+        elif isinstance(live, Chunks):
+            return self._chunks(live, stored, where)
+        elif isinstance(live, (torch.optim.Optimizer, ChunkOptimizers)):
+            plan_optimizer(self.ledger, live, stored, where, self._names)
+            load, phase = functools.partial(load_optimizer, live, names=self._names), Phase.OPTIMIZERS
         elif isinstance(live, torch.optim.lr_scheduler.LRScheduler):
             phase = Phase.SCHEDULERS
         return self._later(phase, load, live)
 
+    def later(self, phase: Phase, load: Callable[[Any], Any], value: Any) -> None:
+        """Have ``load(value)`` called in its phase."""
+        self._loads.append((phase, lambda: load(value)))
+
     def _later(self, phase: Phase, load: Callable[[Any], Any], live: Any) -> Applier:
         def apply(value: Any) -> Any:
-            self._loads.append((phase, lambda: load(value)))
+            self.later(phase, load, value)
             return live
 
         return apply
@@ -228,30 +246,60 @@ class Fitter:
     def _check_type(self, live: Any, type_name: str | None, where: str) -> None:
         if type_name is None or not isinstance(live, _WITH_TYPE_CHECK):
             return
-        stored, mine = type_name.partition(":")[2], type(live).__qualname__
+        stored, mine = type_name.partition(":")[2], kind_of(live).__qualname__
         if stored != mine:
             self.ledger.differ("class", f"{where}: state of a {stored}, the target is a {mine}")
+
+    def _chunks(self, live: Chunks, stored: Any, where: str) -> Applier:
+        """Each chunk takes its own keys of the one state of all."""
+        appliers: list[Applier] = []
+        if isinstance(stored, list):
+            # Saved module by module, in a list.
+            appliers.append(self._sequence(list(live.modules), stored, where, strict=True))
+        elif not isinstance(stored, dict):
+            return self._mistyped(live, stored, where)
+        else:
+            known: set[str] = set()
+            for module in live.modules:
+                own = objects.state_of(module, where).keys()
+                known.update(own)
+                mine = {key: value for key, value in stored.items() if key in own}
+                appliers.append(self._module(objects.unwrap(module), mine, where))
+            for key in stored.keys() - known:
+                self.ledger.unexpected(place(where, key), stored[key], "in the checkpoint, not in the target")
+
+        def apply(value: Any) -> Any:
+            for one in appliers:
+                one(value)
+            return live
+
+        return apply
 
     def _module(self, live: torch.nn.Module, stored: Any, where: str) -> Applier:
         if not isinstance(stored, dict):
             return self._mistyped(live, stored, where)
         own = objects.state_of(live, where)
         for key in stored.keys() - own.keys():
-            self.ledger.differ("unexpected", f"{place(where, key)}: in the checkpoint, not in the target")
+            self.ledger.unexpected(place(where, key), stored[key], "in the checkpoint, not in the target")
         plain = objects.is_plain_module(live)
         missing = False
         for key, value in own.items():
             here = place(where, key)
-            self.ledger.wanted += isinstance(value, torch.Tensor)
+            tensor = isinstance(value, (torch.Tensor, Shards))
+            self.ledger.wanted += tensor
             if key not in stored:
                 missing = True
                 self.ledger.differ("missing", f"{here}: in the target, not in the checkpoint")
-            elif isinstance(value, torch.Tensor) != isinstance(stored[key], StoredTensor):
+                continue
+            self.ledger.met.add(here)
+            if tensor != isinstance(stored[key], StoredTensor):
                 self._mistyped(value, stored[key], here)
-            elif isinstance(value, torch.Tensor):
+            elif tensor and plain:
+                self.ledger.claim(value, stored[key].index, here)
+            elif tensor and self.ledger.fits(value, stored[key].index, here):
                 # A module that does something of its own while loading gets a filled dict instead of filled
                 # tensors.
-                (self.ledger.claim if plain else self.ledger.fits)(value, stored[key].index, here)
+                self.ledger.like(stored[key].index, value)
         if plain:
             return lambda value: live
 
@@ -267,7 +315,7 @@ class Fitter:
 def holds_tensors(value: Any) -> bool:
     """Whether ``value``, a live or a stored one, holds tensors, large arrays or objects with state
     anywhere."""
-    if isinstance(value, (torch.Tensor, StoredTensor, StoredArray, ObjectState)):
+    if isinstance(value, (torch.Tensor, Shards, StoredTensor, StoredArray, ObjectState)):
         return True
     if isinstance(value, (*_SCALARS, type(None), np.ndarray, np.generic)):
         return False
@@ -288,7 +336,7 @@ def place(where: str, key: Any) -> str:
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, (StoredTensor, torch.Tensor)):
+    if isinstance(value, (StoredTensor, torch.Tensor, Shards)):
         return "a tensor"
     if isinstance(value, StoredArray):
         return "a numpy array"
@@ -299,7 +347,7 @@ def _is_frozen(cls: Any) -> bool:
     return bool(cls.__dataclass_params__.frozen)
 
 
-def _refill(live: Any, value: Any) -> Any:
+def refill(live: Any, value: Any) -> Any:
     """Give ``live`` the contents of ``value`` if it can hold them; else ``value``, for the parent to hold."""
     if type(live) is not type(value) or live is value:
         return value

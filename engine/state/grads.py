@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import StateError
 from . import objects
-from .plan_base import Ledger, Planned, StoredTensor
+from .chunks import Chunks, as_chunks
+from .plan_base import Ledger, Planned, StoredTensor, memory_of
+from .sharded import local_of
 from .tensors import copy_into
 
 if TYPE_CHECKING:
@@ -37,8 +40,8 @@ class Gradients(Planned):
             if grad is None:
                 parameter.grad = None
             elif parameter.grad is not None and parameter.grad.dtype == grad.dtype:
-                if parameter.grad.data_ptr() != grad.data_ptr():
-                    copy_into(parameter.grad, grad)
+                if parameter.grad is not grad and memory_of(parameter.grad) != memory_of(grad):
+                    copy_into(local_of(parameter.grad), local_of(grad))
             else:
                 parameter.grad = grad.to(parameter.device)
 
@@ -52,7 +55,7 @@ class Gradients(Planned):
             place = f"{where}/grads/{name}"
             parameter = parameters.get(name)
             if parameter is None:
-                ledger.differ("unexpected", f"{place}: a gradient of a parameter that the model lacks")
+                ledger.unexpected(place, value, "a gradient of a parameter that the model lacks")
             elif isinstance(value, StoredTensor):
                 self._plan_one(ledger, parameter, value.index, place)
 
@@ -64,13 +67,17 @@ class Gradients(Planned):
             )
         elif entry.dtype != str(parameter.dtype).removeprefix("torch."):
             ledger.differ("dtype", f"{place}: stored {entry.dtype}, its parameter is {parameter.dtype}")
-        elif parameter.grad is not None:
-            ledger.claim_if_free(parameter.grad, index)
+        elif parameter.grad is None or not ledger.claim_if_free(parameter.grad, index):
+            ledger.like(index, parameter)
 
-    def _parameters(self) -> dict[str, torch.Tensor]:
-        model = objects.unwrap(self._owner.model)
+    def _parameters(self) -> Mapping[str, torch.Tensor]:
+        model = as_chunks(objects.unwrap(self._owner.model))
+        if isinstance(model, Chunks):
+            return model.named_parameters()
         if not isinstance(model, torch.nn.Module):
             raise StateError(
-                "gradients are stored for a model that is one nn.Module", found=type(model), path="grads"
+                "gradients are stored for a model that is one nn.Module, or a list of its chunks",
+                found=type(model),
+                path="grads",
             )
         return objects.named_parameters(model)

@@ -13,6 +13,24 @@ from ..errors import StateError
 
 _WRAPPED_IN = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
 
+_WRAPPERS = (
+    ("torch.nn.parallel", "DistributedDataParallel", "module"),
+    ("torch.nn.parallel", "DataParallel", "module"),
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+        "_checkpoint_wrapped_module",
+    ),
+    (
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        "FullyShardedDataParallel",
+        "_fsdp_wrapped_module",
+    ),
+)
+"""Modules around a module: where the class is found, its name, and the name that it gives the module inside. The
+state dicts of the last two name what is inside as if they were not there."""
+
 
 def is_stateful(value: object) -> bool:
     """Whether ``value`` is an object that can be asked for its state and given it back."""
@@ -131,6 +149,17 @@ def replicated_parameters(value: object) -> list[torch.nn.Parameter]:
     return found
 
 
+def broadcast_buffers(value: object) -> list[torch.Tensor]:
+    """The buffers that DDP overwrites with rank 0's before each forward pass."""
+    found: list[torch.Tensor] = []
+    for wrapper in ddp_modules(value):
+        if wrapper.broadcast_buffers:
+            ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
+            named = wrapper.module.named_buffers(remove_duplicate=False)
+            found += [buffer for name, buffer in named if name not in ignored]
+    return found
+
+
 def is_plain_module(module: torch.nn.Module) -> bool:
     """Whether loading a state dict into ``module`` is nothing but copying into its own tensors: no hooks, no
     methods of its own, no extra state."""
@@ -139,16 +168,23 @@ def is_plain_module(module: torch.nn.Module) -> bool:
         _from_torch(module, "load_state_dict", "state_dict")
         and type(module).load_state_dict is base.load_state_dict
         and all(
-            not child._load_state_dict_pre_hooks
-            and not child._load_state_dict_post_hooks
-            and not child._state_dict_hooks
-            and not child._state_dict_pre_hooks
+            not child._state_dict_hooks
+            and all(map(_only_shards, child._load_state_dict_pre_hooks.values()))
+            and all(map(_only_shards, child._load_state_dict_post_hooks.values()))
+            and all(map(_only_shards, child._state_dict_pre_hooks.values()))
             and _from_torch(child, "_load_from_state_dict", "_save_to_state_dict", "state_dict")
             and type(child).get_extra_state is base.get_extra_state
             and type(child).set_extra_state is base.set_extra_state
             for child in module.modules()
         )
     )
+
+
+def _only_shards(hook: Any) -> bool:
+    """Whether a hook is FSDP2's own: before, it brings parameters into their sharded form, in which asking the module
+    for its state has put them already; after, it looks for parameters in new memory."""
+    inner = getattr(hook, "hook", hook)
+    return str(getattr(inner, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard.")
 
 
 def _from_torch(module: torch.nn.Module, *methods: str) -> bool:
@@ -159,8 +195,61 @@ def _from_torch(module: torch.nn.Module, *methods: str) -> bool:
     )
 
 
-def named_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters of ``module`` (unwrapped), each once, named as :func:`state_of` names them."""
-    named: dict[str, torch.Tensor] = dict(module.named_parameters())
-    prefixes = _wrapper_prefixes(module, named)
-    return {_strip(name, prefixes): parameter for name, parameter in named.items()} if prefixes else named
+def named_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters of ``module``, each once by its first name, named as :func:`state_of` names them: what
+    wrappers add to the names is left out, wherever they are. Raises StateError if two have one name so."""
+    names, parameters = all_parameters(module)
+    found: dict[str, torch.nn.Parameter] = {}
+    seen: set[int] = set()
+    for name, parameter in zip(names, parameters, strict=True):
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            if found.setdefault(name, parameter) is not parameter:
+                raise StateError("two parameters have one name without their wrappers", found=name, path=name)
+    return found
+
+
+def all_parameters(module: torch.nn.Module, prefix: str = "") -> tuple[list[str], list[torch.nn.Parameter]]:
+    """All names of parameters, behind ``prefix``, and the parameter of each, in the order of the state dict."""
+    names: list[str] = []
+    parameters: list[torch.nn.Parameter] = []
+    hidden = _HiddenChildren()
+    seen: set[int] = set()
+
+    # Thousands of modules, at each save: calls and look-ups count here.
+    def walk(module: torch.nn.Module, prefix: str) -> None:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                names.append(prefix + name)
+                parameters.append(parameter)
+        skipped = hidden[type(module)]
+        for name, child in module._modules.items():
+            if child is None or id(child) in seen:
+                continue
+            seen.add(id(child))
+            inner = prefix if name == skipped else prefix + name + "."
+            if child._modules:
+                walk(child, inner)
+                continue
+            for own, parameter in child._parameters.items():
+                if parameter is not None:
+                    names.append(inner + own)
+                    parameters.append(parameter)
+
+    walk(unwrap(module), prefix)
+    return names, parameters
+
+
+class _HiddenChildren(dict[type, "str | None"]):
+    """By class of a wrapper: the name of the child whose place it takes. None for other modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # What is not imported wraps nothing; importing it costs a second.
+        places = ((sys.modules.get(module), name, child) for module, name, child in _WRAPPERS)
+        self._wrappers = [(getattr(module, name), child) for module, name, child in places if module]
+
+    def __missing__(self, kind: type) -> str | None:
+        found = next((child for wrapper, child in self._wrappers if issubclass(kind, wrapper)), None)
+        self[kind] = found
+        return found

@@ -3,20 +3,25 @@ afterwards."""
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import enum
-from collections.abc import Collection, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from ..errors import BadOption, Damaged, StateMismatch
-from ..format.layout import Entry
+from ..errors import BadOption, Damaged, StateMismatch, UnsupportedValue
+from ..format.layout import Box, Entry
 from .codec import StateImage
+from .registry import ObjectState, attributes_of
+from .sharded import Held, Shards, held_by
 from .tensors import copy_into, dtype_named, empty, is_fillable, overlaps_itself
 
-LOOSENINGS = frozenset({"missing", "unexpected", "dtype", "class", "ties", "rng"})
+LOOSENINGS = frozenset({"missing", "unexpected", "dtype", "class", "ties", "rng", "ranks", "loader"})
 """What ``allow`` may hold. Shapes and kinds of values are never loosened."""
 
 _TEXTS_MAX = 40
@@ -66,20 +71,52 @@ class StoredArray:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """Something at ``where`` of the checkpoint that a target does not take, with the entries it holds."""
+
+    where: str
+    text: str
+    indices: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Memory to fill: ``tensor`` (contiguous, on the CPU) takes region ``box`` of entry ``index``."""
+
+    index: int
+    box: Box
+    tensor: torch.Tensor
+    sharded: bool
+    """Whether it is a region of a tensor of the whole job, whatever the entry was at the save."""
+
+
 @dataclass(slots=True)
 class Ledger:
-    """The growing plan. ``targets`` maps an entry's index to the tensor to fill (the live tensor itself, or a
-    contiguous CPU tensor); ``copies`` are (live tensor, index) pairs still to be copied once that is full."""
+    """The growing plan. ``targets`` maps an entry's index to the tensor that stands for it in the restored
+    values: the live tensor itself, or a new one. ``slots`` is the memory to fill for them; ``copies`` are (live
+    tensor, filled tensor) pairs still to be copied once that is full."""
 
     image: StateImage
     entries: Sequence[Entry]
     allow: frozenset[str]
-    targets: dict[int, torch.Tensor] = field(default_factory=dict)
-    copies: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    targets: dict[int, Any] = field(default_factory=dict)
+    slots: list[Slot] = field(default_factory=list)
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     loosened: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
     claims: dict[tuple[Any, ...], int] = field(default_factory=dict)
     claimed: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    extra: list[Extra] = field(default_factory=list)
+    """What the checkpoint has and this target does not take: a difference unless another rank takes it."""
+    met: set[str] = field(default_factory=set)
+    """Paths at which target and checkpoint both have something."""
+    used: set[int] = field(default_factory=set)
+    """Entries that the target takes, a region or nothing of it as it may be."""
+    dropped: set[int] = field(default_factory=set)
+    """Entries that are part of ``extra``: not read unless something else refers to them too."""
+    missing: int = 0
+    """How much of the target the checkpoint lacks, allowed or not."""
     matched: int = 0
     """Live tensors that found an entry of their name, and ..."""
     wanted: int = 0
@@ -87,7 +124,26 @@ class Ledger:
 
     def differ(self, kind: str, text: str) -> None:
         """Note a difference: loosened if ``kind`` is allowed, else part of the error to come."""
+        self.missing += kind == "missing"
         (self.loosened if kind in self.allow else self.mismatches).append(f"{kind}: {text}")
+
+    def unexpected(self, where: str, stored: Any, text: str) -> None:
+        """Note that nothing of this target takes ``stored``, which lies at ``where`` in the checkpoint."""
+        indices = frozenset(stored_in(stored))
+        self.dropped |= indices
+        self.extra.append(Extra(where, f"{where}: {text}", indices))
+
+    def keep_extra(self, places: Collection[str]) -> None:
+        """Forget what is unexpected elsewhere than at, or inside of, ``places``."""
+        above = tuple(f"{place}/" for place in places)
+        self.extra = [e for e in self.extra if e.where in places or e.where.startswith(above)]
+
+    def settle_extra(self, taken: Callable[[Extra], bool] = lambda extra: False) -> None:
+        """Make differences of what is unexpected, but for what another rank of the job has ``taken``."""
+        for extra in self.extra:
+            if not taken(extra):
+                self.differ("unexpected", extra.text)
+        self.extra.clear()
 
     def raise_mismatches(self) -> None:
         if not self.mismatches:
@@ -112,33 +168,29 @@ class Ledger:
             )
         return self.entries[index]
 
-    def fits(self, live: torch.Tensor, index: int, where: str) -> bool:
+    def fits(self, live: torch.Tensor | Shards, index: int, where: str) -> bool:
         """Compare a live tensor with its entry; differences are noted. False if it cannot be filled."""
         entry = self.entry(index)
         self.matched += 1
-        if isinstance(live, UninitializedTensorMixin):
-            self.differ("uninitialised", f"{where}: run a forward pass before restoring")
-        elif live.is_meta:
-            self.differ("meta", f"{where}: a meta tensor cannot be filled; materialise it first (to_empty)")
+        self.used.add(index)
+        problem = _unfillable(live)
+        if problem is not None:
+            self.differ(problem[0], f"{where}: {problem[1]}")
         elif tuple(live.shape) != entry.shape:
             self.differ("shape", f"{where}: stored {_shape(entry.shape)}, target {_shape(live.shape)}")
-        elif live.layout is not torch.strided:
-            self.differ("layout", f"{where}: the target is {live.layout}, stored is a dense tensor")
-        elif overlaps_itself(live):
-            self.differ("overlap", f"{where}: elements of the target share memory; make it contiguous first")
         else:
             if live.dtype != dtype_named(entry.dtype):
-                self.differ(
-                    "dtype", f"{where}: stored {entry.dtype}, target {str(live.dtype).removeprefix('torch.')}"
-                )
+                mine = str(live.dtype).removeprefix("torch.")
+                self.differ("dtype", f"{where}: stored {entry.dtype}, target {mine}")
             return True
         return False
 
-    def claim(self, live: torch.Tensor, index: int, where: str) -> None:
+    def claim(self, live: torch.Tensor | Shards, index: int, where: str) -> None:
         """Have entry ``index`` read into ``live``, if it fits."""
         if not self.fits(live, index, where):
             return
-        memory = memory_of(live)
+        held = held_by(live)
+        memory = _memory(live, held)
         if memory is not None:
             other = self.claims.setdefault(memory, index)
             if other != index:
@@ -149,41 +201,146 @@ class Ledger:
             before = self.claimed.setdefault(index, memory)
             if before != memory:
                 self.differ("ties", f"{where}: stored is one tensor with another name, the target has two")
+        if held is not None:
+            if index not in self.targets or self.claimed.get(index) != memory:
+                self._fill(index, held)
+            self.targets.setdefault(index, live)
+            return
+        assert isinstance(live, torch.Tensor)
         if (
             index not in self.targets
             and is_fillable(live)
             and live.dtype == dtype_named(self.entry(index).dtype)
         ):
             self.targets[index] = live.detach()
+            self._slot(index, Box.full(self.entry(index).shape), self.targets[index], sharded=False)
         else:
-            self.tensor(index)
-            self.copies.append((live, index))
+            self.copies.append((live, self._whole(index)))
+
+    def _whole(self, index: int) -> torch.Tensor:
+        """A plain tensor with all of entry ``index``."""
+        found: torch.Tensor = self.tensor(index)
+        return found if held_by(found) is None else self._new(index)
 
     def claim_if_free(self, live: torch.Tensor, index: int) -> bool:
         """Read entry ``index`` into ``live`` if shapes and dtypes agree and nobody else has either."""
         entry = self.entry(index)
-        memory = memory_of(live)
         same = tuple(live.shape) == entry.shape and live.dtype == dtype_named(entry.dtype)
-        if not same or memory is None or memory in self.claims or index in self.targets:
+        if not same or index in self.targets or _unfillable(live) is not None:
             return False
-        if live.is_meta or live.layout is not torch.strided or overlaps_itself(live):
+        held = held_by(live)
+        memory = _memory(live, held)
+        if memory in self.claims or (memory is None and held is None):
             return False
         self.claim(live, index, "")
         return True
 
-    def tensor(self, index: int) -> torch.Tensor:
-        """What entry ``index`` is read into; a new CPU tensor if nothing has claimed it."""
+    def tensor(self, index: int) -> Any:
+        """What entry ``index`` is read into; a new CPU tensor of all of it if nothing has claimed it."""
         found = self.targets.get(index)
+        self.used.add(index)
         if found is None:
-            entry = self.entry(index)
-            found = self.targets[index] = empty(entry.shape, dtype_named(entry.dtype))
+            found = self.targets[index] = self._new(index)
         return found
 
+    def like(self, index: int, live: Any) -> Any:
+        """What entry ``index`` is read into; if nothing has claimed it, a new tensor: where it has the shape of
+        ``live`` and that is a DTensor, one of the same placements on the same device, of the stored dtype, else
+        as :meth:`tensor`. For state that is yet to come into being beside its parameter."""
+        entry = self.entry(index)
+        held = held_by(live)
+        if index in self.targets or held is None or held.shape != entry.shape:
+            return self.tensor(index)
+        made = sharded_like(live, dtype_named(entry.dtype))
+        mine = held_by(made) if made is not None else None
+        if made is None or mine is None:
+            return self.tensor(index)
+        self._fill(index, mine)
+        self.used.add(index)
+        self.targets[index] = made
+        return made
+
     def copy_all(self) -> None:
-        for live, index in self.copies:
-            source = self.targets[index]
+        for live, source in self.copies:
             if live.data_ptr() != source.data_ptr() or live.device != source.device:
                 copy_into(live, source)
+
+    def _new(self, index: int) -> torch.Tensor:
+        entry = self.entry(index)
+        made = empty(entry.shape, dtype_named(entry.dtype))
+        self._slot(index, Box.full(entry.shape), made, sharded=False)
+        return made
+
+    def _fill(self, index: int, held: Held) -> None:
+        """Have the regions that ``held`` has of entry ``index`` read into its pieces."""
+        dtype = dtype_named(self.entry(index).dtype)
+        for box, piece in zip(held.boxes, held.pieces, strict=True):
+            if is_fillable(piece) and piece.dtype == dtype:
+                self._slot(index, box, piece.detach(), sharded=True)
+            else:
+                staging = empty(box.lengths, dtype)
+                self._slot(index, box, staging, sharded=True)
+                self.copies.append((piece, staging))
+
+    def _slot(self, index: int, box: Box, tensor: torch.Tensor, *, sharded: bool) -> None:
+        if box.volume:
+            self.slots.append(Slot(index, box, tensor, sharded))
+
+
+def stored_in(value: Any) -> Iterator[int]:
+    """Indices of the entries that ``value``, a checkpoint's value with :class:`StoredTensor` for tensors, holds."""
+    if isinstance(value, (StoredTensor, StoredArray)):
+        yield value.index
+    elif isinstance(value, ObjectState):
+        yield from stored_in(value.value)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from stored_in(item)
+    elif isinstance(value, (list, tuple, collections.deque)):
+        for item in value:
+            yield from stored_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from stored_in(attributes_of(value))
+
+
+def sharded_like(live: Any, dtype: torch.dtype) -> torch.Tensor | None:
+    """A new DTensor of ``live``'s mesh, placements, shape and device; None where ``live`` is no DTensor."""
+    found = sys.modules.get("torch.distributed.tensor")
+    if found is None or not isinstance(live, found.DTensor):
+        return None
+    with torch.no_grad():
+        local = live.detach().to_local()
+        fresh = torch.empty(local.shape, dtype=dtype, device=local.device)
+        made: torch.Tensor = found.DTensor.from_local(
+            fresh, live.device_mesh, live.placements, run_check=False, shape=live.shape, stride=live.stride()
+        )
+    return made
+
+
+def _unfillable(live: torch.Tensor | Shards) -> tuple[str, str] | None:
+    """(kind of difference, text) where nothing can be read into ``live``."""
+    if isinstance(live, UninitializedTensorMixin):
+        return "uninitialised", "run a forward pass before restoring"
+    if isinstance(live, torch.Tensor) and live.is_meta:
+        return "meta", "a meta tensor cannot be filled; materialise it first (to_empty)"
+    try:
+        held = held_by(live)
+    except UnsupportedValue as error:
+        return "sharding", str(error)
+    for piece in held.pieces if held is not None else (live,):
+        assert isinstance(piece, torch.Tensor)
+        if piece.layout is not torch.strided:
+            return "layout", f"the target is {piece.layout}, stored is a dense tensor"
+        if overlaps_itself(piece):
+            return "overlap", "elements of the target share memory; make it contiguous first"
+    return None
+
+
+def _memory(live: torch.Tensor | Shards, held: Held | None) -> tuple[Any, ...] | None:
+    """What identifies the elements that this rank has of ``live``; None where it has none."""
+    if held is None:
+        return memory_of(live) if isinstance(live, torch.Tensor) else None
+    return tuple(map(memory_of, held.pieces)) if any(box.volume for box in held.boxes) else None
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:

@@ -23,14 +23,14 @@ class RandomState(Planned):
     @property
     def kinds(self) -> list[str]:
         """What is stored: "python", "numpy", "torch", "cuda:0", ..."""
-        return ["python", "numpy", "torch", *(f"cuda:{index}" for index in range(_cuda_count()))]
+        return ["python", "numpy", "torch", *(f"cuda:{index}" for index in range(cuda_count()))]
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "python": random.getstate(),
             "numpy": np.random.get_state(),
             "torch": torch.get_rng_state().numpy().tobytes(),
-            "cuda": [torch.cuda.get_rng_state(index).numpy().tobytes() for index in range(_cuda_count())],
+            "cuda": [torch.cuda.get_rng_state(index).numpy().tobytes() for index in range(cuda_count())],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -43,14 +43,20 @@ class RandomState(Planned):
 
     def plan(self, ledger: Ledger, stored: Any, where: str) -> None:
         """Every device's generator must find its state, and every state its device."""
-        if not isinstance(stored, dict) or set(stored) != {"python", "numpy", "torch", "cuda"}:
+        if not is_random_state(stored):
             ledger.differ("type", f"{where}: stored is no state of the random number generators")
-        elif len(stored["cuda"]) > torch.cuda.device_count() or len(stored["cuda"]) < _cuda_count():
-            found, here = len(stored["cuda"]), max(torch.cuda.device_count(), _cuda_count())
+        elif len(stored["cuda"]) > torch.cuda.device_count() or len(stored["cuda"]) < cuda_count():
+            found, here = len(stored["cuda"]), max(torch.cuda.device_count(), cuda_count())
             ledger.differ("rng", f"{where}/cuda: generators of {found} CUDA devices, this process has {here}")
 
 
-def _cuda_count() -> int:
+def is_random_state(value: Any) -> bool:
+    """Whether ``value`` looks like what :meth:`RandomState.state_dict` gives."""
+    return isinstance(value, dict) and set(value) == {"python", "numpy", "torch", "cuda"}
+
+
+def cuda_count() -> int:
+    """CUDA devices whose generators count: none while this process has not used CUDA."""
     in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.cuda.device_count() if in_use else 0
 

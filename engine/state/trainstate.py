@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,12 @@ import torch
 from ..errors import BadOption, StateError
 from ..format.layout import Scope
 from . import objects
+from .chunks import ChunkOptimizers, Chunks, as_chunk_optimizers, as_chunks, kind_of
 from .grads import Gradients
+from .names import Asker
 from .registry import ObjectState, type_name
 from .rng import RandomState
+from .sharded import local_of
 from .tree import FlatState, Leaf, flatten
 
 BARE_PART = "bare_value"
@@ -35,8 +38,21 @@ class TrainState:
     ``rng``: the random number generators of Python, numpy and torch. ``grads=True`` stores the gradients of
     the model and ``micro_step`` (which the trainer keeps up to date), so that a save between two optimizer
     steps is exact. ``extra``: a dict of further values, updated in place by a load. ``data``: "finite" or
-    "stream", what the loader reads. ``replicated``: parts whose tensors the user promises to be equal on all
-    ranks, besides what DDP says.
+    "stream", what the loader reads: a checkpoint that says the other one is not loaded. ``replicated``: parts whose
+    tensors the user promises to be equal on all ranks, besides what DDP says.
+
+    The state of a torch optimizer is stored by the names of its parameters where the modules that these belong to
+    are in the TrainState too, so that it fits an optimizer with other groups, another order, or of a part of the
+    model; else by position.
+
+    ``model`` as a list (or tuple) of modules: the chunks of *one* model that this rank holds (pipeline stages),
+    with names of the whole model. They are stored, and restored in place, as one model, so that another number of
+    chunks or ranks can load it; ``optimizer`` as a list is then one for each of them, or more. Give other modules
+    as a dict, or as parts of their own.
+
+    ``reshard_loader``: ``fn(states, rank, world) -> state``, called where a checkpoint of another number of ranks is
+    loaded: ``states`` are the states of the part ``loader`` of all ranks that saved, in their order; what it gives
+    for ``rank`` of the ``world`` that loads is put into this rank's loader. Every rank calls it with the same states.
 
     Used from the trainer's thread only. Nothing of the state is kept between calls.
     """
@@ -56,6 +72,7 @@ class TrainState:
         extra: dict[str, Any] | None = None,
         data: str | None = None,
         replicated: Collection[str] = (),
+        reshard_loader: Callable[[list[Any], int, int], Any] | None = None,
         **parts: Any,
     ) -> None:
         if data is not None and data not in DATA_KINDS:
@@ -64,6 +81,11 @@ class TrainState:
                 found=repr(data),
                 expected=" or ".join(map(repr, DATA_KINDS)),
                 hint="Give what has a state of its own as loader=, or under another name",
+            )
+        if reshard_loader is not None and not callable(reshard_loader):
+            raise BadOption(
+                "reshard_loader= is a function of (states, rank, world)",
+                found=type(reshard_loader).__qualname__,
             )
         if grads and model is None:
             raise BadOption("grads=True needs a model")
@@ -79,13 +101,15 @@ class TrainState:
         self.extra = {} if extra is None else extra
         self.micro_step = micro_step
         self.data = data
+        self.reshard_loader = reshard_loader
         self.replicated = frozenset({replicated} if isinstance(replicated, str) else replicated)
         self.others: dict[str, Any] = parts
         self._grads = Gradients(self) if grads else None
         self._rng = RandomState() if rng else None
         self._root: Any = None
         self._global_addresses: frozenset[int] = frozenset()
-        self._global_state: dict[tuple[str, tuple[Any, ...]], frozenset[int]] = {}
+        self._first_addresses: frozenset[int] = frozenset()
+        self._global_state: dict[tuple[str, tuple[Any, ...]], frozenset[int | str]] = {}
         self._position: dict[str, Any] | None = None
 
     @classmethod
@@ -105,7 +129,8 @@ class TrainState:
         return state
 
     def live_parts(self) -> dict[str, Any]:
-        """{part: the live object}, without those that are None."""
+        """{part: the live object}, without those that are None. A list of modules as model, and its list of
+        optimizers, are one object each (see :mod:`.chunks`)."""
         named = {
             "model": self.model,
             "ema": self.ema,
@@ -118,17 +143,24 @@ class TrainState:
             "rng": self._rng,
         }
         found = {part: value for part, value in named.items() if value is not None}
-        return {**found, **self.others}
+        found.update(self.others)
+        if "model" in found:
+            found["model"] = as_chunks(found["model"])
+            if "optimizer" in found and isinstance(found["model"], Chunks):
+                found["optimizer"] = as_chunk_optimizers(found["optimizer"])
+        return found
 
     def parts(self) -> dict[str, Any]:
         """{part: its state}, asked now. Raises StateError where a save at this point could not be exact."""
+        return self._ask(Asker(self))
+
+    def _ask(self, ask: Asker) -> dict[str, Any]:
         self._check_micro_step()
-        self._find_replicated()
+        self._find_replicated(ask)
         found: dict[str, Any] = {}
         for part, value in self.live_parts().items():
             if objects.is_stateful(value) and not isinstance(value, torch.Tensor):
-                name = type_name(type(objects.unwrap(value)))
-                found[part] = ObjectState(name, objects.state_of(value, part))
+                found[part] = ObjectState(type_name(kind_of(value)), ask(value, part))
             else:
                 found[part] = value
         self._position = _position(found.get("loader"))
@@ -136,9 +168,12 @@ class TrainState:
 
     def flatten(self) -> FlatState:
         """Leaves and state image of all parts, asked now."""
-        parts = self.parts()
-        shared = bool(self.replicated or self._global_addresses or self._global_state)
-        return flatten(parts, scope=self.scope if shared else None)
+        ask = Asker(self)
+        parts = self._ask(ask)
+        shared = bool(
+            self.replicated or self._global_addresses or self._global_state or self._first_addresses
+        )
+        return flatten(parts, scope=self.scope if shared else None, ask=ask)
 
     def replace(self, part: str, value: Any) -> None:
         """Hold ``value`` as ``part`` from now on: restoring calls it where a part could not be changed in
@@ -155,17 +190,25 @@ class TrainState:
     # Structure.
     def scope(self, part: str, path: Sequence[Any], tensor: torch.Tensor) -> Scope:
         """Whose a tensor is, as of the last :meth:`parts`: parameters under DDP, and their optimizer state,
-        are one for the whole job; everything else is this rank's own."""
+        are one for the whole job; of buffers that DDP broadcasts, and of what an optimizer keeps whole for a sharded
+        parameter (its count of steps), the first rank's count elsewhere; everything else is this rank's own."""
         if part in self.replicated:
             return Scope.GLOBAL
-        if not self._global_addresses:
+        if not self._global_addresses and not self._first_addresses:
             return Scope.RANK
+        address = tensor.data_ptr()
+        if address in self._first_addresses:
+            return Scope.FIRST
         for depth in range(len(path) - 2):
             if path[depth] == "state":
-                indices = self._global_state.get((part, tuple(path[:depth])))
-                if indices is not None:
-                    return Scope.GLOBAL if path[depth + 1] in indices else Scope.RANK
-        return Scope.GLOBAL if tensor.data_ptr() in self._global_addresses else Scope.RANK
+                owners = self._global_state.get((part, tuple(path[:depth])))
+                if owners is not None:
+                    return Scope.GLOBAL if path[depth + 1] in owners else Scope.RANK
+        return Scope.GLOBAL if address in self._global_addresses else Scope.RANK
+
+    def modules(self) -> Iterable[tuple[str, tuple[Any, ...], torch.nn.Module]]:
+        """(part, path in it, module) of the modules of this state; those inside of them are not told apart."""
+        return self._find(torch.nn.Module)
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The torch optimizers of this state, each once."""
@@ -178,16 +221,19 @@ class TrainState:
         owned: dict[int, torch.Tensor] = {}
         for optimizer in self.optimizers():
             for group in optimizer.param_groups:
-                for parameter in group["params"]:
+                for parameter in map(local_of, group["params"]):
                     owned[parameter.data_ptr()] = parameter
             for state in optimizer.state.values():
                 for value in state.values() if isinstance(state, dict) else ():
                     if isinstance(value, torch.Tensor):
+                        value = local_of(value)
                         owned[value.data_ptr()] = value
         owned.pop(0, None)
         found: set[int] = set()
         for index, leaf in enumerate(leaves):
-            tensor = leaf.tensor
+            tensor = local_of(leaf.tensor)
+            if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+                continue
             other = owned.get(tensor.data_ptr())
             # Another view that begins at the same address may reach further than what the optimizer owns.
             if other is tensor or (
@@ -215,32 +261,52 @@ class TrainState:
                 if isinstance(item, kind):
                     yield part, path, item
 
-    def _find_replicated(self) -> None:
+    def _find_replicated(self, ask: Asker) -> None:
         parameters: list[torch.nn.Parameter] = []
+        buffers: list[torch.Tensor] = []
         # Without a process group there is no DDP; looking for it in thousands of modules takes milliseconds.
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            for _, _, module in self._find(torch.nn.Module):
+            for _, _, module in self.modules():
                 parameters += objects.replicated_parameters(module)
+                buffers += objects.broadcast_buffers(module)
         self._global_addresses = frozenset(parameter.data_ptr() for parameter in parameters) - {0}
+        whole = [value for one in self.optimizers() for value in _kept_whole(one)]
+        self._first_addresses = frozenset(tensor.data_ptr() for tensor in (*buffers, *whole)) - {0}
         self._global_state = {}
         if not parameters:
             return
         ids = {id(parameter) for parameter in parameters}
         for part, path, optimizer in self._find(torch.optim.Optimizer):
             order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            found = frozenset(index for index, parameter in enumerate(order) if id(parameter) in ids)
-            self._global_state[(part, path)] = found
+            # Its state may be stored by position or by name.
+            found: set[int | str] = set(self._global_state.get((part, path), ()))
+            for index, parameter in enumerate(order):
+                if id(parameter) in ids:
+                    found.add(index)
+                    if id(parameter) in ask.names:
+                        found.add(ask.names[id(parameter)])
+            self._global_state[(part, path)] = frozenset(found)
 
     def _check_micro_step(self) -> None:
-        if self._grads is not None or not self.micro_step or not isinstance(self.model, torch.nn.Module):
+        if self._grads is not None or not self.micro_step:
             return
-        if any(parameter.grad is not None for parameter in self.model.parameters()):
+        modules = [module for part, _, module in self.modules() if part == "model"]
+        if any(parameter.grad is not None for module in modules for parameter in module.parameters()):
             raise StateError(
                 "a save between two optimizer steps would lose the gradients accumulated so far",
                 found=f"micro_step={self.micro_step} with gradients",
                 hint="Use TrainState(grads=True), or save when micro_step is 0",
                 path="grads",
             )
+
+
+def _kept_whole(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    """The plain tensors that an optimizer has for its sharded parameters."""
+    for parameter, state in optimizer.state.items():
+        if isinstance(state, dict) and local_of(parameter) is not parameter:
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and local_of(value) is value:
+                    yield value
 
 
 def _is_mapping_of_parts(value: Any) -> bool:
@@ -262,6 +328,9 @@ def _items_in(value: Any, path: tuple[Any, ...]) -> Iterable[tuple[tuple[Any, ..
             yield from _items_in(item, (*path, index))
     elif isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
         yield path, value
+    elif isinstance(value, (Chunks, ChunkOptimizers)):
+        for item in value.modules if isinstance(value, Chunks) else value.optimizers:
+            yield path, item
 
 
 def _position(state: Any) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,11 +16,15 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from ..format.layout import Box, EntrySpec, Scope
-from . import foreign, keys, objects
+from . import foreign, keys, objects, sharded
 from .encode import HANDLERS, Encoder, Handler, Path
 from .registry import ObjectState, type_name
+from .sharded import Held, Shards
 from .tensors import DTYPE_NAMES, resolve
 from .wire import PARAMETER, REQUIRES_GRAD, Node, Tag
+
+AskOf = Callable[[Any, str], Any]
+"""(object with state, its place for messages) -> its state."""
 
 ScopeOf = Callable[[str, tuple[Any, ...], torch.Tensor], Scope]
 """(part, typed path, tensor) -> whose the tensor is."""
@@ -39,7 +43,7 @@ Only ever added to or cleared; a lost race makes an equal box twice."""
 class Leaf:
     """One tensor of the state. ``tensor`` is the live one (or a fresh one where it had lazy bits to resolve),
     on its own device, with its own strides; ``shape`` is global and ``boxes`` are this rank's regions of
-    it."""
+    it (one, of all of it, for a plain tensor)."""
 
     part: str
     key: str
@@ -54,27 +58,74 @@ class Leaf:
 
     @property
     def nbytes(self) -> int:
+        """Bytes that this rank holds."""
         return self.tensor.numel() * self.tensor.element_size()
+
+    @property
+    def pieces(self) -> tuple[torch.Tensor, ...]:
+        """Plain tensors with what this rank holds, one per box."""
+        return (self.tensor,)
+
+    @property
+    def holders(self) -> tuple[int, ...] | None:
+        """The ranks that hold exactly these boxes; None for a plain tensor: this rank's own, or, where it is GLOBAL,
+        the whole job's."""
+        return None
+
+
+@dataclass(slots=True)
+class ShardedLeaf(Leaf):
+    """A tensor of which ranks hold regions. ``tensor`` is the live DTensor, ShardedTensor or Shards."""
+
+    held: Held
+
+    @property
+    def nbytes(self) -> int:
+        return sum([piece.nbytes for piece in self.held.pieces])
+
+    @property
+    def pieces(self) -> tuple[torch.Tensor, ...]:
+        return self.held.pieces
+
+    @property
+    def holders(self) -> tuple[int, ...] | None:
+        return self.held.holders
 
 
 @dataclass(slots=True)
 class FlatState:
-    """The leaves in the order that the state image refers to, and the state image."""
+    """The leaves in the order that the state image refers to, and the state image. ``sharded`` are the indices of
+    the :class:`ShardedLeaf` among them, ascending."""
 
     leaves: list[Leaf]
     state: bytes
+    sharded: list[int] = field(default_factory=list)
 
     def signature(self) -> list[tuple[Any, ...]]:
         """What the layout depends on: two states of equal signatures have the same layout."""
-        return [(leaf.part, leaf.key, leaf.dtype, leaf.shape, leaf.scope, leaf.boxes) for leaf in self.leaves]
+        found: list[tuple[Any, ...]] = [
+            (leaf.part, leaf.key, leaf.dtype, leaf.shape, leaf.scope, leaf.boxes) for leaf in self.leaves
+        ]
+        found += [(index, self.leaves[index].holders) for index in self.sharded]
+        return found
+
+    def sources(self) -> list[Any]:
+        """What the copier reads, by leaf: one plain tensor, or a tuple of them if there is not exactly one box."""
+        found: list[Any] = [leaf.tensor for leaf in self.leaves]
+        for index in self.sharded:
+            pieces = self.leaves[index].pieces
+            found[index] = pieces[0] if len(pieces) == 1 else pieces
+        return found
 
 
-def flatten(parts: Mapping[str, Any], *, scope: ScopeOf | None = None) -> FlatState:
-    """Leaves and state image of ``parts``. Objects with ``state_dict()`` are asked now.
+def flatten(
+    parts: Mapping[str, Any], *, scope: ScopeOf | None = None, ask: AskOf = objects.state_of
+) -> FlatState:
+    """Leaves and state image of ``parts``. Objects with ``state_dict()`` are asked now, by ``ask``.
 
     Raises UnsupportedValue, with the path, for anything that cannot be stored.
     """
-    encoder = TreeEncoder(scope)
+    encoder = TreeEncoder(scope, ask)
     # The walk makes many small containers and no cycles: the collector would scan the whole heap, several
     # times, in the middle of a training step, and find nothing.
     collecting = gc.isenabled()
@@ -85,7 +136,7 @@ def flatten(parts: Mapping[str, Any], *, scope: ScopeOf | None = None) -> FlatSt
     finally:
         if collecting:
             gc.enable()
-    return FlatState(encoder.leaves, state)
+    return FlatState(encoder.leaves, state, encoder.sharded)
 
 
 def full_box(shape: tuple[int, ...]) -> tuple[Box, ...]:
@@ -104,11 +155,14 @@ class TreeEncoder(Encoder):
     leaf_types: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter})
     handlers: ClassVar[dict[type, Handler]] = {**HANDLERS, **foreign.HANDLERS}
 
-    def __init__(self, scope: ScopeOf | None) -> None:
+    def __init__(self, scope: ScopeOf | None, ask: AskOf = objects.state_of) -> None:
         super().__init__()
         self.leaves: list[Leaf] = []
         self._scope = scope
+        self._ask = ask
         self._at: dict[int, int | list[int]] = {}
+        self.sharded: list[int] = []
+        self._sharded_at: dict[tuple[Any, ...], int] = {}
 
     def leaf(self, value: torch.Tensor, text: str, path: Path, key: Any) -> Node:
         dtype = DTYPE_NAMES.get(value.dtype)
@@ -126,10 +180,7 @@ class TreeEncoder(Encoder):
                 index = self._again(value, address, found, dtype, text, path, key)
         if not value.requires_grad and type(value) is torch.Tensor:
             return [_REF, index]
-        flags = REQUIRES_GRAD if value.requires_grad and value.is_leaf else 0
-        if type(value) is torch.nn.Parameter:
-            flags |= PARAMETER
-        return [_REF, index, flags] if flags else [_REF, index]
+        return _reference(value, index)
 
     def _add(
         self, value: torch.Tensor, stored: torch.Tensor, dtype: str, text: str, path: Path, key: Any
@@ -211,13 +262,15 @@ class TreeEncoder(Encoder):
     def other(self, value: Any, text: str, path: Path) -> Node | None:
         if isinstance(value, torch.Tensor):
             return self._tensor_subclass(value, text, path)
+        if isinstance(value, Shards):
+            return self._sharded(value, text)
         node = foreign.other(self, value, text)
         if node is not None:
             return node
         if isinstance(value, ObjectState):
             return [Tag.STATE.value, value.type_name, self.node(value.value, text, path)]
         if objects.is_stateful(value):
-            content = objects.state_of(value, self.where(text))
+            content = self._ask(value, self.where(text))
             # Kept until the end, so that ids and addresses of what it made are not given away.
             self._alive.append(content)
             return [Tag.STATE.value, type_name(type(objects.unwrap(value))), self.node(content, text, path)]
@@ -226,7 +279,31 @@ class TreeEncoder(Encoder):
     def where(self, text: str) -> str:
         return f"{self.part}/{text}" if text else self.part
 
+    def _sharded(self, value: Any, text: str) -> Node | None:
+        """A value of which this rank holds regions, as a leaf of the whole job; None if ``value`` is none."""
+        key = sharded.identity(value)
+        index = self._sharded_at.get(key)
+        if index is None:
+            place = text or keys.ROOT
+            held = sharded.held_by(value, f"{self.part}/{place}")
+            if held is None:
+                return None
+            if self._in_key:
+                raise self.refuse(value, text, "a tensor cannot be a key or an element of a set")
+            if any(piece.is_neg() or piece.is_conj() for piece in held.pieces):
+                held = replace(held, pieces=tuple([resolve(piece) for piece in held.pieces]))
+            index = self._sharded_at[key] = len(self.leaves)
+            self.sharded.append(index)
+            dtype = DTYPE_NAMES[held.dtype]
+            self.leaves.append(
+                ShardedLeaf(self.part, place, value, Scope.GLOBAL, dtype, held.shape, held.boxes, held)
+            )
+        return _reference(value, index) if isinstance(value, torch.Tensor) else [_REF, index]
+
     def _tensor_subclass(self, value: torch.Tensor, text: str, path: Path) -> Node:
+        node = self._sharded(value, text)
+        if node is not None:
+            return node
         if isinstance(value, UninitializedTensorMixin):
             raise self.refuse(
                 value, text, "an uninitialised parameter holds no bytes", "Run a forward pass first"
@@ -237,6 +314,15 @@ class TreeEncoder(Encoder):
             "a subclass of torch.Tensor cannot be stored",
             "Store its plain tensors",
         )
+
+
+def _reference(value: torch.Tensor, index: int) -> Node:
+    """The node of a tensor that may be a parameter, or record gradients."""
+    flags = REQUIRES_GRAD if value.requires_grad and value.is_leaf else 0
+    # A DTensor stays one when it is made a parameter: only the instance says so.
+    if type(value) is torch.nn.Parameter or isinstance(value, torch.nn.Parameter):
+        flags |= PARAMETER
+    return [_REF, index, flags] if flags else [_REF, index]
 
 
 def _as_list(found: int | list[int]) -> list[int]:

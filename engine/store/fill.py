@@ -18,7 +18,7 @@ from everstep.backends.aligned import aligned_buffer
 from everstep.errors import CannotTell, Damaged, EverstepError, Pruned, StateMismatch
 from everstep.format.vote import ImageRecord
 from everstep.memory.errors import ArenaGone, SlotGone
-from everstep.plan.reads import Read
+from everstep.plan.reads import Range, Read, chunk_ranges, clip
 
 from .sources import Source, bad_chunks, changed_chunk, check_record
 
@@ -65,6 +65,17 @@ class FillReport:
     fallbacks: list[Fallback] = field(default_factory=list)
     fallbacks_count: int = 0
 
+    def add(self, other: FillReport) -> None:
+        """Take in what another filling did."""
+        self.nbytes += other.nbytes
+        self.pieces += other.pieces
+        for label, nbytes in other.read_bytes.items():
+            self.read_bytes[label] = self.read_bytes.get(label, 0) + nbytes
+        more = other.fallbacks_count - len(other.fallbacks)
+        for fallback in other.fallbacks:
+            self.fell_back(fallback)
+        self.fallbacks_count += more
+
     def count(self, source: Source, nbytes: int) -> None:
         self.read_bytes[source.label] = self.read_bytes.get(source.label, 0) + nbytes
 
@@ -74,13 +85,9 @@ class FillReport:
             self.fallbacks.append(fallback)
 
 
-Copy = tuple[int, int, int, int]
-"""(entry index, offset in the target, offset in the piece, number of bytes)"""
-
-
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Consecutive chunks of one image, and what is to be copied out of them."""
+    """Consecutive chunks of one image, and the reads that lie inside them."""
 
     holders: tuple[Source, ...]
     rank: int
@@ -88,7 +95,7 @@ class _Piece:
     record: ImageRecord
     offset: int
     nbytes: int
-    copies: list[Copy]
+    reads: list[Read]
 
 
 async def fill(
@@ -98,17 +105,19 @@ async def fill(
     *,
     parallel: int = PARALLEL,
     piece_bytes: int = PIECE_BYTES,
+    headers: bool = True,
 ) -> FillReport:
     """Do the ``reads`` into ``targets`` (writable flat views by entry index), from ``sources`` of one
     checkpoint, best first.
 
-    At most ``parallel`` pieces of ``piece_bytes`` are in memory. On an error the targets hold a mixture: what
-    was copied was proved, the rest is untouched. Raises Damaged (naming object, offset, found, expected) when
-    no source has a chunk right, Pruned, CannotTell, SlotGone.
+    The headers of the images that are used are proved too, unless ``headers`` is False. At most ``parallel``
+    pieces of ``piece_bytes`` are in memory. On an error the targets hold a mixture: what was copied was
+    proved, the rest is untouched. Raises Damaged (naming object, offset, found, expected) when no source has a
+    chunk right, Pruned, CannotTell, SlotGone.
     """
     _check_sources(sources)
     report = FillReport()
-    pieces = _pieces(await _images(sources, reads, report), targets, piece_bytes)
+    pieces = _pieces(await images_of(sources, reads, report, headers=headers), piece_bytes)
     with ThreadPoolExecutor(parallel, thread_name_prefix="everstep-fill") as pool:
         workers = [
             asyncio.ensure_future(_work(pieces, targets, pool, report, piece_bytes)) for _ in range(parallel)
@@ -136,17 +145,34 @@ def _check_sources(sources: Sequence[Source]) -> None:
 
 
 @dataclass(slots=True)
-class _Image:
+class Image:
+    """What is read of one image: who has it, best first, its record, and the reads, by offset. ``head`` are the
+    bytes at its begin that are proved whether or not a read needs them."""
+
     holders: tuple[Source, ...]
     rank: int
-    image: str
+    name: str
     record: ImageRecord
-    header_bytes: int
+    head: int
     reads: list[Read]
 
+    def ranges(self) -> list[Range]:
+        """The whole chunks that are needed. StateMismatch where a read lies outside the image."""
+        nbytes = self.record.nbytes
+        for read in self.reads:
+            if read.image_offset < 0 or read.image_end > nbytes:
+                raise StateMismatch(
+                    f"a read lies outside image {self.name!r} of rank {self.rank}",
+                    found=f"bytes {read.image_offset}..{read.image_end}",
+                    expected=f"at most {nbytes}",
+                )
+        return chunk_ranges(self.reads, self.holders[0].chunk_bytes, nbytes, self.head)
 
-async def _images(sources: Sequence[Source], reads: Sequence[Read], report: FillReport) -> list[_Image]:
-    """The reads by image, each image with its record and its holders, best first."""
+
+async def images_of(
+    sources: Sequence[Source], reads: Sequence[Read], report: FillReport, *, headers: bool = True
+) -> list[Image]:
+    """The reads by image. Raises as :func:`fill` does where no source has one; fallbacks are reported."""
     by_image: defaultdict[tuple[int, str], list[Read]] = defaultdict(list)
     for read in reads:
         by_image[read.rank, read.image].append(read)
@@ -154,8 +180,8 @@ async def _images(sources: Sequence[Source], reads: Sequence[Read], report: Fill
     for (rank, image), some in by_image.items():
         holders, record = await _holders(sources, rank, image, report)
         some.sort(key=lambda read: read.image_offset)
-        header_bytes = await _header_bytes(holders, rank, image)
-        images.append(_Image(holders, rank, image, record, header_bytes, some))
+        head = await _header_bytes(holders, rank, image) if headers else 0
+        images.append(Image(holders, rank, image, record, head, some))
     return images
 
 
@@ -219,62 +245,31 @@ def _worst(failed: Sequence[tuple[Source, EverstepError]]) -> EverstepError:
     return errors[0]
 
 
-def _pieces(
-    images: Sequence[_Image], targets: Mapping[int, memoryview], piece_bytes: int
-) -> Iterator[_Piece]:
+def _pieces(images: Sequence[Image], piece_bytes: int) -> Iterator[_Piece]:
     for image in images:
         chunk_bytes = image.holders[0].chunk_bytes
         step = max(piece_bytes // chunk_bytes, 1) * chunk_bytes
-        spans = _spans(image, chunk_bytes, step)
-        yield from _with_copies(image, spans)
+        spans = [(at, min(at + step, end)) for begin, end in image.ranges() for at in range(begin, end, step)]
+        yield from _with_reads(image, spans)
 
 
-def _spans(image: _Image, chunk_bytes: int, step: int) -> list[tuple[int, int]]:
-    """Ranges of consecutive needed chunks, each at most ``step`` bytes; reads are sorted by offset."""
-    nbytes = image.record.nbytes
-    spans: list[tuple[int, int]] = []
-    start, end = 0, min(-(-image.header_bytes // chunk_bytes) * chunk_bytes, nbytes)
-    for read in image.reads:
-        if read.nbytes == 0:
-            continue
-        stop = read.image_offset + read.nbytes
-        if read.image_offset < 0 or stop > nbytes:
-            raise StateMismatch(
-                f"a read lies outside image {read.image!r} of rank {read.rank}",
-                found=f"bytes {read.image_offset}..{stop}",
-                expected=f"at most {nbytes}",
-            )
-        first = read.image_offset // chunk_bytes * chunk_bytes
-        if first > end:
-            spans.extend(_cut(start, end, step))
-            start = first
-        end = max(end, min(-(-stop // chunk_bytes) * chunk_bytes, nbytes))
-    spans.extend(_cut(start, end, step))
-    return spans
-
-
-def _cut(start: int, end: int, step: int) -> Iterator[tuple[int, int]]:
-    for at in range(start, end, step):
-        yield at, min(at + step, end)
-
-
-def _with_copies(image: _Image, spans: Sequence[tuple[int, int]]) -> Iterator[_Piece]:
-    """Pieces with the copies that they serve; a read over several pieces becomes several copies."""
+def _with_reads(image: Image, spans: Sequence[Range]) -> Iterator[_Piece]:
+    """Pieces with what they serve; a read over several pieces is clipped to each of them."""
     starts = [start for start, _ in spans]
-    copies: list[list[Copy]] = [[] for _ in spans]
+    served: list[list[Read]] = [[] for _ in spans]
     for read in image.reads:
-        at, end = read.image_offset, read.image_offset + read.nbytes
-        index = bisect_right(starts, at) - 1
-        while at < end:
-            start, stop = spans[index]
-            count = min(end, stop) - at
-            copies[index].append(
-                (read.entry_index, read.dest_offset + at - read.image_offset, at - start, count)
-            )
-            at += count
+        if not read.total:
+            continue
+        end = read.image_end
+        index = bisect_right(starts, read.image_offset) - 1
+        if end <= spans[index][1]:
+            served[index].append(read)
+            continue
+        while index < len(spans) and starts[index] < end:
+            served[index] += clip(read, *spans[index])
             index += 1
-    for (start, stop), some in zip(spans, copies, strict=True):
-        yield _Piece(image.holders, image.rank, image.image, image.record, start, stop - start, some)
+    for (start, stop), some in zip(spans, served, strict=True):
+        yield _Piece(image.holders, image.rank, image.name, image.record, start, stop - start, some)
 
 
 async def _work(
@@ -305,7 +300,7 @@ async def _work(
         if error is not None or bad:
             await _repair(piece, view, bad, error, targets, pool, report)
         report.pieces += 1
-        report.nbytes += sum(copy[3] for copy in piece.copies)
+        report.nbytes += sum([read.nbytes * read.runs for read in piece.reads])
 
 
 async def _try_read(source: Source, piece: _Piece, view: memoryview) -> EverstepError | None:
@@ -323,16 +318,34 @@ def _verify_and_copy(
     source = piece.holders[0]
     bad = bad_chunks(view, piece.offset // source.chunk_bytes, piece.record, source.chunk_bytes)
     if not bad:
-        _copy(piece.copies, view, targets)
+        _copy(piece, view, targets)
     return bad
 
 
-def _copy(copies: Sequence[Copy], view: memoryview, targets: Mapping[int, memoryview]) -> None:
-    for index, at, start, count in copies:
-        if count < LARGE_COPY_BYTES:
-            targets[index][at : at + count] = view[start : start + count]
+def _copy(piece: _Piece, view: memoryview, targets: Mapping[int, memoryview]) -> None:
+    for index, _, _, offset, nbytes, dest, count, image_stride, dest_stride in piece.reads:
+        start = offset - piece.offset
+        if count > 1:
+            strides = image_stride, dest_stride
+            _copy_runs(targets[index][dest:], view[start:], nbytes, count, strides)
+        elif nbytes < LARGE_COPY_BYTES:
+            targets[index][dest : dest + nbytes] = view[start : start + nbytes]
         else:
-            _copy_large(targets[index][at : at + count], view[start : start + count])
+            _copy_large(targets[index][dest : dest + nbytes], view[start : start + nbytes])
+
+
+def _copy_runs(
+    target: memoryview, source: memoryview, nbytes: int, count: int, strides: tuple[int, int]
+) -> None:
+    """``count`` runs, one element of ``nbytes`` bytes each, without the interpreter lock; strides in ``source``
+    and in ``target``. numpy refuses runs outside the views."""
+    import numpy
+
+    run = numpy.dtype((numpy.void, nbytes))
+    numpy.copyto(
+        numpy.ndarray((count,), run, target, 0, strides[1:]),
+        numpy.ndarray((count,), run, source, 0, strides[:1]),
+    )
 
 
 def _copy_large(target: memoryview, source: memoryview) -> None:
@@ -384,7 +397,7 @@ async def _repair(
                     server.label,
                 )
             )
-    await loop.run_in_executor(pool, _copy, piece.copies, whole, targets)
+    await loop.run_in_executor(pool, _copy, piece, whole, targets)
 
 
 async def _from_another(

@@ -7,7 +7,7 @@ reads them (:mod:`.fill`, fsck) against the records. All methods belong to one e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Hashable, Mapping
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from everstep.backends.api import Backend
@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+
+
+class Mapped(Protocol):
+    """An image in memory, or the parts of it that are: sliced by offsets in the image."""
+
+    def __getitem__(self, where: slice, /) -> memoryview: ...
 
 
 class Source(Protocol):
@@ -69,8 +75,8 @@ class Source(Protocol):
         """Fill ``view`` from the image; not verified. Raises Damaged also where the image ends too early."""
         ...
 
-    def mapped(self, rank: int, image: str) -> memoryview | None:
-        """The whole image where it lies in memory already, else None."""
+    def mapped(self, rank: int, image: str) -> Mapped | None:
+        """The image where it lies in memory already, else None."""
         ...
 
     def locate(self, rank: int, image: str) -> str:
@@ -107,7 +113,7 @@ class DurableSource:
         """The rank's layout; its images must be those of the rank's record."""
         record = self._by_rank[rank]
         key = record.layout_hash
-        layout = await _once(self._layouts, key, lambda: self._explained(read_layout(self.backend, key)))
+        layout = await once(self._layouts, key, lambda: self._explained(read_layout(self.backend, key)))
         check_images(layout, await self.records(rank), names.layout(record.layout_hash))
         return layout
 
@@ -149,7 +155,7 @@ class DurableSource:
         """Nothing to ask: objects are immutable, and every byte was verified."""
 
     async def _vote(self, rank: int) -> Vote:
-        return await _once(self._votes, rank, lambda: self._explained(self._read_vote(rank)))
+        return await once(self._votes, rank, lambda: self._explained(self._read_vote(rank)))
 
     async def _read_vote(self, rank: int) -> Vote:
         record, attempt = self._by_rank[rank], self.manifest.attempt
@@ -201,17 +207,26 @@ class ArenaSource:
     """A checkpoint in pinned slots of this node's arenas. A slot that is only VALID is sealed first, so that
     its bytes have hashes to be checked against. The caller keeps the pins."""
 
-    def __init__(self, pins: Mapping[int, Pinned], chunk_bytes: int, label: str = "memory") -> None:
-        """``pins`` by rank, at least one, all of one step and incarnation."""
+    def __init__(
+        self,
+        pins: Mapping[int, Pinned],
+        chunk_bytes: int,
+        label: str = "memory",
+        *,
+        world: int | None = None,
+    ) -> None:
+        """``pins`` by rank, at least one, all of one step and incarnation; ``world`` is the number of ranks that
+        wrote it (default: all of them are given)."""
         first = next(iter(pins.values()))
         self.label = label
         self.step = first.info.step
         self.incarnation = first.info.incarnation
         self.chunk_bytes = chunk_bytes
         self.ranks = frozenset(pins)
-        self.world = len(pins)
+        self.world = len(pins) if world is None else world
         self._pins = dict(pins)
         self._records: dict[int, asyncio.Task[dict[str, ImageRecord]]] = {}
+        self._layouts: dict[str, asyncio.Task[Layout]] = {}
         found = {(pin.info.incarnation, pin.info.step) for pin in pins.values()}
         if len(found) > 1:
             raise Damaged(
@@ -234,12 +249,12 @@ class ArenaSource:
         found = layout_hash(encoded)
         if found != pinned.info.layout_hash:
             raise Damaged(f"{name} is damaged", found=found, expected=pinned.info.layout_hash, name=name)
-        layout = await asyncio.to_thread(decode, encoded)
+        layout = await once(self._layouts, found, lambda: asyncio.to_thread(decode, encoded))
         check_images(layout, await self.records(rank), name)
         return layout
 
     async def records(self, rank: int) -> dict[str, ImageRecord]:
-        return await _once(self._records, rank, lambda: asyncio.to_thread(self._seal, rank))
+        return await once(self._records, rank, lambda: asyncio.to_thread(self._seal, rank))
 
     def _seal(self, rank: int) -> dict[str, ImageRecord]:
         pinned = self._pins[rank]
@@ -286,7 +301,62 @@ class ArenaSource:
             pinned.check()
 
 
-async def _once(tasks: dict[K, asyncio.Task[V]], key: K, make: Callable[[], Coroutine[Any, Any, V]]) -> V:
+class UnionSource:
+    """One source over several that each hold some ranks of a checkpoint (this node's arenas, other nodes'), all
+    ranks together. Of a rank that several hold the first one counts."""
+
+    def __init__(self, parts: Sequence[Source], label: str = "memory") -> None:
+        """At least one; Damaged if they are of different checkpoints, or a rank is missing."""
+        first = parts[0]
+        self.label = label
+        self.step, self.incarnation = first.step, first.incarnation
+        self.world = first.world
+        self.chunk_bytes = first.chunk_bytes
+        self._parts = tuple(parts)
+        self._of: dict[int, Source] = {}
+        for part in parts:
+            for rank in part.ranks:
+                self._of.setdefault(rank, part)
+        self.ranks = frozenset(self._of)
+        found = {(part.incarnation, part.step, part.world, part.chunk_bytes) for part in parts}
+        if len(found) > 1:
+            raise Damaged("parts of different checkpoints", found=sorted(found), expected="one", name=label)
+        missing = sorted(set(range(self.world)) - self.ranks)
+        if missing:
+            raise Damaged(
+                f"{label} lacks rank(s) {missing}", found=sorted(self.ranks), expected=self.world, name=label
+            )
+
+    async def meta(self, rank: int) -> dict[str, Any]:
+        return await self._of[rank].meta(rank)
+
+    async def layout(self, rank: int) -> Layout:
+        return await self._of[rank].layout(rank)
+
+    async def records(self, rank: int) -> dict[str, ImageRecord]:
+        return await self._of[rank].records(rank)
+
+    async def state(self, rank: int) -> bytes:
+        return await self._of[rank].state(rank)
+
+    async def check_image(self, rank: int, image: str) -> None:
+        await self._of[rank].check_image(rank, image)
+
+    async def read_into(self, rank: int, image: str, offset: int, view: memoryview) -> None:
+        await self._of[rank].read_into(rank, image, offset, view)
+
+    def mapped(self, rank: int, image: str) -> Mapped | None:
+        return self._of[rank].mapped(rank, image)
+
+    def locate(self, rank: int, image: str) -> str:
+        return self._of[rank].locate(rank, image)
+
+    async def confirm(self) -> None:
+        for part in self._parts:
+            await part.confirm()
+
+
+async def once(tasks: dict[K, asyncio.Task[V]], key: K, make: Callable[[], Coroutine[Any, Any, V]]) -> V:
     """The result of ``make``, made once per key for all who ask; an error is not remembered."""
     task = tasks.get(key)
     if task is None:

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 from everstep.format.entries import Box
-from everstep.plan.boxes import BoxIndex, contains, intersect, is_valid, misfit, runs, subtract
+from everstep.plan.boxes import Block, BoxIndex, blocks, contains, intersect, is_valid, misfit, subtract
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,8 +74,8 @@ def test_too_many_cut_axes_are_refused_before_the_work() -> None:
 
 @given(RNG)
 @settings(max_examples=300)
-def test_runs_copy_each_element_to_its_place_in_as_few_pieces_as_can_be(rng: random.Random) -> None:
-    shape = random_shape(rng)
+def test_blocks_copy_each_element_to_its_place_in_as_few_runs_as_can_be(rng: random.Random) -> None:
+    shape = random_shape(rng, axes_max=4)
     source, target = random_box(rng, shape), random_box(rng, shape)
     region = intersect(source, target)
     if region is None:
@@ -83,12 +83,35 @@ def test_runs_copy_each_element_to_its_place_in_as_few_pieces_as_can_be(rng: ran
     source_at = {point: index for index, point in enumerate(points(source))}
     target_at = {point: index for index, point in enumerate(points(target))}
     expected = {source_at[point]: target_at[point] for point in points(region)}
-    pieces = list(runs(region, source, target))
+    found = list(blocks(region, source, target))
+    pieces = [
+        (block.source_at + i * block.source_step, block.target_at + i * block.target_step, block.length)
+        for block in found
+        for i in range(block.runs)
+    ]
     copied = {a + i: b + i for a, b, n in pieces for i in range(n)}
     assert copied == expected
     assert sum(n for _, _, n in pieces) == len(expected)
     breaks = sum(1 for s, t in expected.items() if expected.get(s - 1) != t - 1)
     assert len(pieces) == breaks
+    assert all(block.runs > 1 or block[4:] == (0, 0) for block in found)
+    longest = found[0].runs
+    assert all(block.runs == longest for block in found)
+    assert len(found) <= longest ** max(len(shape) - 1, 0), "the other axes are shorter"
+
+
+def test_boxes_cut_along_one_axis_differ_by_one_block() -> None:
+    """A column-wise cut, of a matrix and of a convolution's weights, is one block however many rows there are."""
+    matrix = Box.full((1000, 64))
+    columns = Box((0, 16), (1000, 16))
+    assert list(blocks(columns, matrix, columns)) == [Block(16, 0, 16, 1000, 64, 16)]
+    assert list(blocks(columns, columns, matrix)) == [Block(0, 16, 16, 1000, 16, 64)]
+    kernel = Box.full((8, 6, 3, 3))
+    inputs = Box((0, 2, 0, 0), (8, 2, 3, 3))
+    assert list(blocks(inputs, kernel, inputs)) == [Block(18, 0, 18, 8, 54, 18)]
+    last = Box((0, 0, 0, 1), (8, 6, 3, 2))
+    assert list(blocks(last, kernel, last)) == [Block(1, 0, 2, 144, 3, 2)]
+    assert len(list(blocks(inputs, inputs, inputs))) == len(list(blocks(kernel, kernel, kernel))) == 1
 
 
 @given(RNG, st.integers(0, 60))

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
-from itertools import pairwise
+import time
+from collections.abc import Collection
 
 import pytest
 from everstep.errors import Damaged, StateMismatch
 from everstep.format.layout import Box, Entry, EntrySpec, Layout, Scope, build_layout
-from everstep.plan.reads import Read, plan_reads, segments
+from everstep.plan.reads import Read, chunk_ranges, clip, plan_reads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .tilings import points, random_box, random_shape, tiling
 
-GLOBAL, RANK = Scope.GLOBAL, Scope.RANK
+GLOBAL, RANK, FIRST = Scope.GLOBAL, Scope.RANK, Scope.FIRST
 Images = dict[tuple[int, str], bytearray]
 
 
@@ -49,19 +49,36 @@ def filled(layouts: list[Layout]) -> Images:
     return images
 
 
+def runs(read: Read) -> list[Read]:
+    """Each run of ``read`` as a read of its own."""
+    assert (read.image_stride, read.dest_stride) == (0, 0) if read.runs == 1 else read.image_stride > 0
+    return [
+        Read(
+            read.entry_index,
+            read.rank,
+            read.image,
+            read.image_offset + i * read.image_stride,
+            read.nbytes,
+            read.dest_offset + i * read.dest_stride,
+        )
+        for i in range(read.runs)
+    ]
+
+
 def execute(reads: list[Read], wanted: tuple[Entry, ...], images: Images) -> list[bytes]:
     """The bytes of each wanted entry; every byte must be written exactly once."""
     out = [bytearray(entry.nbytes) for entry in wanted]
     writes = [bytearray(entry.nbytes) for entry in wanted]
     for read in reads:
-        assert read.nbytes > 0
+        assert read.total > 0
         image = images[read.rank, read.image]
-        assert read.image_offset + read.nbytes <= len(image)
-        piece = slice(read.dest_offset, read.dest_offset + read.nbytes)
-        assert piece.stop <= len(out[read.entry_index])
-        out[read.entry_index][piece] = image[read.image_offset : read.image_offset + read.nbytes]
-        for at in range(piece.start, piece.stop):
-            writes[read.entry_index][at] += 1
+        for run in runs(read):
+            assert run.image_end <= len(image)
+            piece = slice(run.dest_offset, run.dest_offset + run.nbytes)
+            assert piece.stop <= len(out[run.entry_index])
+            out[run.entry_index][piece] = image[run.image_offset : run.image_end]
+            for at in range(piece.start, piece.stop):
+                writes[run.entry_index][at] += 1
     assert all(count == 1 for written in writes for count in written)
     return [bytes(data) for data in out]
 
@@ -100,32 +117,59 @@ def test_any_boxes_are_filled_from_any_others(rng: random.Random, world: int, re
     assert execute(reads, wanted, filled(layouts)) == [content(entry, None) for entry in wanted]
     order = [(read.entry_index, read.dest_offset) for read in reads]
     assert order == sorted(order)
-    for a, b in pairwise(reads):  # neighbours in both places would be one read
-        same = (a.entry_index, a.rank, a.image) == (b.entry_index, b.rank, b.image)
-        joined = a.dest_offset + a.nbytes == b.dest_offset and a.image_offset + a.nbytes == b.image_offset
-        assert not (same and joined)
+    single = [read for read in reads if read.runs == 1]
+    ends = {(r.entry_index, r.rank, r.image, r.image_end, r.dest_offset + r.nbytes) for r in single}
+    begins = {(r.entry_index, r.rank, r.image, r.image_offset, r.dest_offset) for r in single}
+    assert not ends & begins, "neighbours in both places would be one read"
+
+
+def a_read(rng: random.Random) -> tuple[Read, int]:
+    """Any read, and the size of an image that holds it."""
+    nbytes, count = rng.randint(1, 40), rng.choice([1, 1, rng.randint(2, 30)])
+    strides = (
+        (nbytes + rng.choice([0, rng.randint(1, 300)]), nbytes + rng.randint(0, 9)) if count > 1 else (0, 0)
+    )
+    read = Read(3, 1, "i", rng.randint(0, 300), nbytes, rng.randint(0, 99), count, *strides)
+    return read, read.image_end + rng.randint(0, 99)
+
+
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=300, deadline=None)
+def test_a_clipped_read_is_its_bytes_in_the_range(rng: random.Random) -> None:
+    read, nbytes = a_read(rng)
+    begin = rng.randint(0, nbytes)
+    end = rng.randint(begin, nbytes)
+
+    def places(some: list[Read]) -> list[tuple[int, int]]:
+        return [
+            (r.image_offset + i, r.dest_offset + i)
+            for one in some
+            for r in runs(one)
+            for i in range(r.nbytes)
+        ]
+
+    found = list(clip(read, begin, end))
+    assert places(found) == [(at, dest) for at, dest in places([read]) if begin <= at < end]
+    assert len(found) <= 3 and all(one[:3] == read[:3] for one in found)
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 200))
-@settings(max_examples=60, deadline=None)
-def test_segments_hold_each_read_once_and_no_chunk_twice(rng: random.Random, chunk_bytes: int) -> None:
-    layouts = spread(rng, 3, {key: random_shape(rng) for key in "abc"}, 0.3)
-    wanted = build_layout([spec(e.key, e.shape, [Box.full(e.shape)]) for e in layouts[0].entries]).entries
-    reads = plan_reads(wanted, layouts, 0)
-    found = segments(reads, chunk_bytes)
-    assert sorted((r for s in found for r in s.reads), key=repr) == sorted(reads, key=repr)
-    ends: dict[tuple[int, str], int] = defaultdict(lambda: -1)
-    for segment in found:
-        assert segment.begin % chunk_bytes == segment.end % chunk_bytes == 0
-        assert segment.begin > ends[segment.rank, segment.image]  # not even adjacent
-        ends[segment.rank, segment.image] = segment.end
-        needed = set()
-        for read in segment.reads:
-            assert (read.rank, read.image) == (segment.rank, segment.image)
-            needed |= set(
-                range(read.image_offset // chunk_bytes, -(-(read.image_offset + read.nbytes) // chunk_bytes))
-            )
-        assert needed == set(range(segment.begin // chunk_bytes, segment.end // chunk_bytes))
+@settings(max_examples=200, deadline=None)
+def test_exactly_the_chunks_that_are_touched_are_needed(rng: random.Random, chunk_bytes: int) -> None:
+    some = [a_read(rng) for _ in range(rng.randint(0, 5))]
+    nbytes = max((size for _, size in some), default=10)
+    head = rng.choice([0, rng.randint(0, 10)])
+    ranges = chunk_ranges([read for read, _ in some], chunk_bytes, nbytes, head)
+    touched = set(range(-(-head // chunk_bytes)))
+    for read, _ in some:
+        for run in runs(read):
+            touched |= set(range(run.image_offset // chunk_bytes, (run.image_end - 1) // chunk_bytes + 1))
+    assert {
+        c for begin, end in ranges for c in range(begin // chunk_bytes, -(-end // chunk_bytes))
+    } == touched
+    edges = [edge for both in ranges for edge in both]
+    assert edges == sorted(set(edges)), "ascending, not empty, not even adjacent"
+    assert all(edge % chunk_bytes == 0 or edge == nbytes for edge in edges)
 
 
 # ---------------------------------------------------------------------------------------- which source
@@ -135,8 +179,14 @@ def full(key: str, shape: tuple[int, ...] = (8,), scope: Scope = GLOBAL, **more:
     return spec(key, shape, [Box.full(shape)], scope, **more)
 
 
-def plan(wanted: list[EntrySpec], layouts: list[list[EntrySpec]], rank: int | None) -> list[Read]:
-    return plan_reads(build_layout(wanted).entries, [build_layout(entries) for entries in layouts], rank)
+def plan(
+    wanted: list[EntrySpec],
+    layouts: list[list[EntrySpec]],
+    rank: int | None,
+    equal: Collection[tuple[str, str]] = (),
+) -> list[Read]:
+    layouts_made = [build_layout(entries) for entries in layouts]
+    return plan_reads(build_layout(wanted).entries, layouts_made, rank, equal=equal)
 
 
 def test_an_unchanged_layout_is_one_read_an_entry() -> None:
@@ -171,10 +221,85 @@ def test_whose_tensor_may_fill_whose() -> None:
     assert [read.rank for read in plan([full("a", scope=RANK)], common, 1)] == [0]
     single = [[full("a", scope=RANK)]]
     assert [read.rank for read in plan([full("a")], single, 3)] == [0]
-    with pytest.raises(StateMismatch, match=r"model/a: stored only as the own tensor of ranks \[0, 1\]"):
-        plan([full("a")], own, 0)
+    for wanted in (RANK, GLOBAL, FIRST):
+        assert [read.rank for read in plan([full("a", scope=wanted)], common, None)] == [0]
+        assert [read.rank for read in plan([full("a", scope=wanted)], single, None)] == [0]
+        with pytest.raises(
+            StateMismatch, match=r"model/a: stored only as the own tensor of ranks \[0, 1\]"
+        ) as e:
+            plan([full("a", scope=wanted)], own, None)
+        assert "replicated" in str(e.value) and e.value.keys == ("model/a",)
+        assert [read.rank for read in plan([full("a", scope=wanted)], own, None, [("model", "a")])] == [0]
     with pytest.raises(StateMismatch, match=r"stored only as the own tensor of ranks \[0, 1\]"):
-        plan([full("a", scope=RANK)], own, 2)
+        plan([full("a")], own, 0)  # one tensor of the job is not any one rank's
+
+
+def test_a_tensor_of_the_first_rank_counts_where_there_is_no_own() -> None:
+    first = [[full("a", scope=FIRST)] for _ in range(3)]
+    for wanted in (RANK, FIRST):
+        assert [read.rank for read in plan([full("a", scope=wanted)], first, 2)] == [2]
+        assert [read.rank for read in plan([full("a", scope=wanted)], first, None)] == [0]
+    assert [read.rank for read in plan([full("a")], first, 2)] == [0]
+    elsewhere = [[full("b")], *first[1:]]
+    assert [read.rank for read in plan([full("a", scope=FIRST)], elsewhere, None)] == [1]
+    mixed = [[full("a", scope=RANK)], first[1]]
+    with pytest.raises(StateMismatch, match=r"ranks \[0, 1\]"):
+        plan([full("a", scope=FIRST)], mixed, None)
+
+
+def test_one_key_may_be_wanted_in_many_boxes() -> None:
+    layout = build_layout([full("a", (8, 4))])
+    wanted = [build_layout([spec("a", (8, 4), [Box((i, 0), (1, 4))])]).entries[0] for i in range(8)]
+    reads = plan_reads(wanted, [layout], None)
+    offset = layout.entries[0].offset
+    assert [(r.entry_index, r.image_offset, r.nbytes) for r in reads] == [
+        (i, offset + 16 * i, 16) for i in range(8)
+    ]
+
+
+def test_a_reshard_by_columns_is_one_read_for_each_pair_of_boxes() -> None:
+    rows = [[spec("a", (400, 60), [Box((100 * i, 0), (100, 60))])] for i in range(4)]
+    column = spec("a", (400, 60), [Box((0, 20), (400, 20))])
+    reads = plan([column], rows, None)
+    assert [(r.rank, r.nbytes, r.runs, r.image_stride, r.dest_stride) for r in reads] == [
+        (i, 80, 100, 240, 80) for i in range(4)
+    ]
+    halves = [
+        spec("a", (400, 60), [Box((100 * i, 0), (50, 60)), Box((100 * i + 50, 0), (50, 60))])
+        for i in range(4)
+    ]
+    assert plan([column], [[half] for half in halves], None) == reads, (
+        "rows that go on in the image are joined"
+    )
+
+
+def test_a_sharded_tensor_without_elements_is_there_though_nobody_stores_it() -> None:
+    nobody = [[spec("a", (0, 3), [])], [spec("a", (0, 3), [])]]
+    assert plan([full("a", (0, 3))], nobody, None) == plan([spec("a", (0, 3), [])], nobody, 0) == []
+    with pytest.raises(StateMismatch, match=r"int32\[0, 3\] stored by rank 0, int32\[0, 4\] wanted"):
+        plan([full("a", (0, 4))], nobody, None)
+    with pytest.raises(Damaged, match=r"model/b: element \(0,\)"):
+        plan([full("b", (3,))], [[spec("b", (3,), [])]], None)
+    assert plan([spec("b", (3,), [])], [[spec("b", (3,), [])]], None) == []
+
+
+def test_planning_is_about_linear() -> None:
+    """A thousand tensors over 64 ranks, and a hundred thousand small ones, in seconds at the worst."""
+    world, count = 64, 1000
+    layouts = [
+        build_layout([spec(f"t{i}", (256, 8), [Box((4 * rank, 0), (4, 8))]) for i in range(count)])
+        for rank in range(world)
+    ]
+    wanted = build_layout([spec(f"t{i}", (256, 8), [Box((0, 0), (128, 8))]) for i in range(count)]).entries
+    began = time.perf_counter()
+    assert len(plan_reads(wanted, layouts, None)) == 32 * count
+    sharded = time.perf_counter() - began
+    many = build_layout([full(f"t{i}", (3,), scope=RANK) for i in range(100_000)])
+    began = time.perf_counter()
+    assert len(plan_reads(many.entries, [many], 0)) == 100_000
+    small = time.perf_counter() - began
+    print(f"sharded {sharded:.2f} s, small {small:.2f} s")
+    assert sharded < 8 and small < 8
 
 
 def test_everything_that_does_not_fit_is_named_at_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator
 
@@ -44,3 +45,30 @@ def random_box(rng: random.Random, shape: tuple[int, ...]) -> Box:
 
 def random_shape(rng: random.Random, axes_max: int = 3, size_max: int = 6) -> tuple[int, ...]:
     return tuple(rng.randint(0, size_max) for _ in range(rng.randint(0, axes_max)))
+
+
+def flat_boxes(shape: tuple[int, ...], begin: int, end: int) -> list[Box]:
+    """Elements ``begin`` to ``end`` of a flattened tensor as boxes, in order: what a distributed optimizer holds."""
+    if begin >= end:
+        return []
+    if not shape:
+        return [Box((), ())]
+    inner = math.prod(shape[1:])
+    first, last = -(-begin // inner), end // inner
+    if first > last:  # inside one row
+        row = begin // inner
+        return [_in_row(row, box) for box in flat_boxes(shape[1:], begin - row * inner, end - row * inner)]
+    boxes = []
+    if begin < first * inner:
+        boxes += [
+            _in_row(first - 1, box) for box in flat_boxes(shape[1:], begin - (first - 1) * inner, inner)
+        ]
+    if first < last:
+        boxes.append(Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
+    if last * inner < end:
+        boxes += [_in_row(last, box) for box in flat_boxes(shape[1:], 0, end - last * inner)]
+    return boxes
+
+
+def _in_row(row: int, box: Box) -> Box:
+    return Box((row, *box.offsets), (1, *box.lengths))

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from everstep.format.layout import Entry
 from everstep.state.codec import StateImage
-from everstep.state.restore import fill_from, plan_restore, values
+from everstep.state.merge import Saved, Skeleton
+from everstep.state.restore import RestorePlan, fill_from, plan_restore, values
 from everstep.state.tensors import DTYPES, empty
 from everstep.state.trainstate import TrainState
 from everstep.state.tree import FlatState, flatten
@@ -107,9 +108,21 @@ def round_trip(value: Any) -> Any:
 
 def restore(target: Any, flat: FlatState, **options: Any) -> list[str]:
     """``flat`` into live objects."""
-    plan = plan_restore(target, StateImage(flat.state), entries_of(flat), **options)
-    fill_from(flat.leaves)(plan.views())
+    plan = planned(target, flat, **options)
+    fill_from(flat.leaves)(plan.wanted())
     return plan.finish()
+
+
+def skeleton_of(flat: FlatState) -> Skeleton:
+    return Skeleton.of(Saved(0, StateImage(flat.state), entries_of(flat)))
+
+
+def planned(target: Any, flat: FlatState, **options: Any) -> RestorePlan:
+    """Compared, with all differences raised."""
+    plan = plan_restore(target, skeleton_of(flat), **options)
+    plan.settle()
+    plan.raise_mismatches()
+    return plan
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from everstep.errors import Damaged, UnknownFormat
 from everstep.state.codec import StateImage, decode_state, encode_plain
+from everstep.state.merge import Saved, Skeleton
 from everstep.state.restore import plan_values
 from everstep.state.tree import flatten
 from everstep.state.wire import NODE_DEPTH_MAX, Tag
@@ -113,7 +114,7 @@ def test_a_newer_version_is_named() -> None:
 def test_entries_that_the_layout_lacks() -> None:
     flat = flatten({"p": [torch.ones(1), torch.ones(1)]})
     with pytest.raises(Damaged, match="not in the layout"):
-        plan_values(StateImage(flat.state), [])
+        plan_values(Skeleton.of(Saved(0, StateImage(flat.state), [])))
 
 
 @settings(max_examples=150, deadline=None)

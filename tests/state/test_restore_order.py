@@ -8,12 +8,11 @@ import pytest
 import torch
 from everstep.errors import StateMismatch
 from everstep.format.layout import Scope
-from everstep.state.codec import StateImage
 from everstep.state.compare import equal_states
 from everstep.state.restore import fill_from, plan_values
 from everstep.state.trainstate import TrainState
 from everstep.state.tree import flatten
-from kit import entries_of, restore
+from kit import restore, skeleton_of
 from test_restore import Hooked, Loader, trainer
 
 
@@ -60,9 +59,9 @@ def test_generators_of_absent_devices_are_a_difference() -> None:
 def test_only_the_wanted_parts_are_allocated() -> None:
     source = trainer(1)
     flat = source.flatten()
-    plan = plan_values(StateImage(flat.state), entries_of(flat), parts=["model"])
+    plan = plan_values(skeleton_of(flat), parts=["model"])
     assert {flat.leaves[index].part for index in plan.targets} == {"model"}
-    fill_from(flat.leaves)(plan.views())
+    fill_from(flat.leaves)(plan.wanted())
     assert equal_states(plan.finish(), {"model": source.model.state_dict()}) == []
 
 

@@ -106,10 +106,10 @@ def test_structure_says_what_is_replicated(group: None) -> None:
     scopes = {f"{leaf.part}/{leaf.key}": leaf.scope for leaf in state.flatten().leaves}
     found = {key for key, scope in scopes.items() if scope == Scope.GLOBAL}
     moments = {
-        f"optimizer/[0]/state/#{n}/{name}" for n in range(2, 6) for name in ("step", "exp_avg", "exp_avg_sq")
+        f"optimizer/[0]/state/{key}/{name}" for key in KEYS[:4] for name in ("step", "exp_avg", "exp_avg_sq")
     }
     assert found == {f"model/{key}" for key in KEYS[:4]} | moments
-    assert "grads/grads/module.weight" in scopes and "optimizer/[0]/state/#0/exp_avg" in scopes
+    assert "grads/grads/module.weight" in scopes and "optimizer/[0]/state/head.weight/exp_avg" in scopes
 
 
 def test_ignored_parameters_are_this_ranks_own(group: None) -> None:
@@ -133,7 +133,9 @@ def test_late_tensors_are_the_optimizers_alone() -> None:
     late = {
         f"{flat.leaves[index].part}/{flat.leaves[index].key}" for index in state.late_tensors(flat.leaves)
     }
-    moments = {f"optimizer/state/#{n}/{name}" for n in range(4) for name in ("step", "exp_avg", "exp_avg_sq")}
+    moments = {
+        f"optimizer/state/{key}/{name}" for key in KEYS[:4] for name in ("step", "exp_avg", "exp_avg_sq")
+    }
     assert late == {f"model/{key}" for key in KEYS[:4]} | moments
     assert state.optimizers() == [optimizer]
 

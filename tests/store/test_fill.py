@@ -82,10 +82,10 @@ def test_every_read_arrives_and_no_chunk_is_read_twice(
     spans = data.draw(st.lists(st.tuples(st.integers(0, nbytes - 1), st.integers(0, nbytes)), max_size=20))
     content = random.Random(nbytes).randbytes(nbytes)
     source = BytesSource(content, chunk_bytes, min(header_bytes, nbytes))
-    reads, targets, place = [], {}, Box((), ())
+    reads, targets = [], {}
     for index, (start, length) in enumerate(spans):
         count = min(length, nbytes - start)
-        reads.append(Read(index, place, 0, "i", start, count, 3))
+        reads.append(Read(index, 0, "i", start, count, 3))
         targets[index] = memoryview(bytearray(count + 5))
 
     report = asyncio.run(fill([source], reads, targets, parallel=2, piece_bytes=piece_bytes))  # type: ignore[list-item]
@@ -102,11 +102,68 @@ def test_every_read_arrives_and_no_chunk_is_read_twice(
     assert all(size <= max(piece_bytes, chunk_bytes) for _, size in source.reads)
 
 
-def test_a_read_outside_the_image_is_refused() -> None:
+@hypothesis_settings(max_examples=100, deadline=None)
+@given(
+    runs=st.lists(
+        st.tuples(
+            st.integers(0, 900),
+            st.integers(1, 300),
+            st.integers(1, 20),
+            st.integers(0, 600),
+            st.integers(0, 9),
+        ),
+        max_size=6,
+    ),
+    chunk_bytes=st.sampled_from([64, 256, 1024]),
+    piece_bytes=st.sampled_from([1, 700, 4096]),
+    mapped=st.booleans(),
+)
+def test_runs_at_equal_distances_arrive(
+    runs: list[tuple[int, int, int, int, int]], chunk_bytes: int, piece_bytes: int, mapped: bool
+) -> None:
+    """Rows that chunks and pieces cut anywhere, from near together to farther apart than a chunk."""
+    reads, targets, wanted = [], {}, []
+    for index, (start, nbytes, count, gap, dest_gap) in enumerate(runs):
+        strides = (nbytes + gap, nbytes + dest_gap) if count > 1 else (0, 0)
+        reads.append(Read(index, 0, "i", start, nbytes, 3, count, *strides))
+        targets[index] = memoryview(bytearray(3 + (count - 1) * strides[1] + nbytes))
+    content = random.Random(len(runs)).randbytes(max((read.image_end for read in reads), default=10))
+    for read, target in zip(reads, targets.values(), strict=True):
+        expected = bytearray(len(target))
+        for i in range(read.runs):
+            at, dest = read.image_offset + i * read.image_stride, 3 + i * read.dest_stride
+            expected[dest : dest + read.nbytes] = content[at : at + read.nbytes]
+        wanted.append(bytes(expected))
+    source = BytesSource(content, chunk_bytes)
+    if mapped:
+        source.mapped = lambda rank, image: memoryview(content)  # type: ignore[method-assign]
+    report = asyncio.run(fill([source], reads, targets, parallel=2, piece_bytes=piece_bytes))  # type: ignore[list-item]
+    assert [bytes(target) for target in targets.values()] == wanted
+    assert report.nbytes == sum(read.total for read in reads)
+    touched = {
+        chunk
+        for read in reads
+        for i in range(read.runs)
+        for begin in [read.image_offset + i * read.image_stride]
+        for chunk in range(begin // chunk_bytes, (begin + read.nbytes - 1) // chunk_bytes + 1)
+    }
+    assert report.read_bytes.get("bytes", 0) == sum(
+        min(chunk_bytes, len(content) - chunk * chunk_bytes) for chunk in touched
+    ), "the chunks that are needed, once each"
+
+
+@pytest.mark.parametrize("read", [(90, 20, 0), (10, 20, 0, 4, 30, 20)])
+def test_a_read_outside_the_image_is_refused(read: tuple[int, ...]) -> None:
     source = BytesSource(bytes(100), 64)
-    read = Read(0, Box((), ()), 0, "i", 90, 20, 0)
+    one = Read(0, 0, "i", *read)
     with pytest.raises(StateMismatch, match="outside"):
-        asyncio.run(fill([source], [read], {0: memoryview(bytearray(20))}))  # type: ignore[list-item]
+        asyncio.run(fill([source], [one], {0: memoryview(bytearray(80))}))  # type: ignore[list-item]
+
+
+def test_nothing_is_written_outside_a_target() -> None:
+    read = Read(0, 0, "i", 0, 8, 0, 4, 16, 8)
+    with pytest.raises((TypeError, ValueError)):
+        asyncio.run(fill([BytesSource(bytes(100), 64)], [read], {0: memoryview(bytearray(31))}))  # type: ignore[list-item]
 
 
 def test_nothing_of_a_bad_chunk_reaches_a_tensor() -> None:
@@ -115,7 +172,7 @@ def test_nothing_of_a_bad_chunk_reaches_a_tensor() -> None:
     data[300] ^= 1
     source.data = bytes(data)
     target = memoryview(bytearray(1024))
-    read = Read(0, Box((), ()), 0, "i", 0, 1024, 0)
+    read = Read(0, 0, "i", 0, 1024, 0)
     with pytest.raises(Damaged, match=r"bytes/i.*offset 256") as caught:
         asyncio.run(fill([source], [read], {0: target}))  # type: ignore[list-item]
     assert caught.value.offset == 256 and caught.value.found != caught.value.expected
@@ -131,7 +188,7 @@ def test_a_bad_chunk_comes_from_the_next_source_and_is_reported() -> None:
     stranger = BytesSource(bytes(1000), 256)
     other.record, other.data = stranger.record, stranger.data
     target = memoryview(bytearray(1000))
-    read = Read(0, Box((), ()), 0, "i", 0, 1000, 0)
+    read = Read(0, 0, "i", 0, 1000, 0)
     report = asyncio.run(fill([first, other, last], [read], {0: target}))  # type: ignore[list-item]
     assert bytes(target) == good
     assert [(f.source, f.served_by, f.offset, f.nbytes) for f in report.fallbacks] == [

@@ -1,0 +1,50 @@
+"""By which address the other ranks reach this host."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+
+ADDRESS = "EVERSTEP_ADDRESS"
+"""The environment's word on it: an address or a name of this host."""
+
+LOOPBACK = "127.0.0.1"
+ELSEWHERE = "192.0.2.1"
+"""An address that is nobody's (RFC 5737): asking for the way to it names the interface of the default route, and
+sends nothing."""
+PORT = 9
+
+
+def own_address() -> str:
+    """The address to serve at: EVERSTEP_ADDRESS; else the interface on the way to MASTER_ADDR, which is where the
+    ranks meet (loopback if that is loopback: then all of them are here); else what this host's name stands for, or
+    the interface of the default route."""
+    given = os.environ.get(ADDRESS)
+    if given:
+        return given
+    master = os.environ.get("MASTER_ADDR")
+    if master and (master == "localhost" or _is_loopback(master)):
+        return LOOPBACK
+    for host in (master, socket.gethostname(), ELSEWHERE):
+        found = _interface_to(host) if host else None
+        if found is not None and not _is_loopback(found):
+            return found
+    return LOOPBACK
+
+
+def _interface_to(host: str) -> str | None:
+    with contextlib.suppress(OSError):
+        family, kind, _, _, place = socket.getaddrinfo(host, PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as asking:
+            asking.connect(place)
+            return str(asking.getsockname()[0])
+    return None
+
+
+def _is_loopback(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,215 @@
+"""Reading from another node's memory: a :class:`~everstep.store.sources.Source` over a few connections."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Collection
+from typing import Any, NoReturn
+
+from everstep.errors import Damaged
+from everstep.format.hashing import rank_root
+from everstep.format.layout import Layout, decode, layout_hash
+from everstep.format.vote import STATE_IMAGE, ImageRecord
+from everstep.store.flush import read_meta
+from everstep.store.sources import check_chunks, check_images, check_record, once
+
+from .address import ADDRESS
+from .errors import PeerLost
+from .protocol import (
+    BLOB_BYTES_MAX,
+    IO_S,
+    LOST,
+    MAGIC,
+    Offer,
+    Request,
+    Violation,
+    decode_records,
+    decode_reply,
+    receive_frame,
+    receive_into,
+    send,
+    send_frame,
+)
+
+CONNECTIONS = 4
+"""Of one reader to one peer: so many reads at once."""
+
+
+class PeerSource:
+    """The ``ranks`` of a checkpoint that another node offers.
+
+    What counts is the offer, which came through the job's store: layouts are proved by their hash, the records of
+    all images by the rank's root, meta by its hash; the reader proves images against the records, chunk by chunk.
+    So whatever comes over the connection is believed only as far as this rank believes the offering rank itself.
+    A peer that failed once (in a way that a new connection does not mend) is not asked again.
+    """
+
+    def __init__(
+        self,
+        offer: Offer,
+        ranks: Collection[int],
+        *,
+        key: tuple[int, int],
+        world: int,
+        chunk_bytes: int,
+        node: str,
+        io_s: float = IO_S,
+    ) -> None:
+        self.incarnation, self.step = key
+        self.world = world
+        self.chunk_bytes = chunk_bytes
+        self.label = f"memory of node {node}"
+        self.ranks = frozenset(ranks)
+        self._offer = offer
+        self._proofs = {proof.rank: proof for proof in offer.proofs}
+        self._io_s = io_s
+        self._room = asyncio.Semaphore(CONNECTIONS)
+        self._idle: list[socket.socket] = []
+        self._lost: PeerLost | None = None
+        self._records: dict[int, asyncio.Task[dict[str, ImageRecord]]] = {}
+        self._layouts: dict[str, asyncio.Task[Layout]] = {}
+
+    # -- as a source
+
+    async def meta(self, rank: int) -> dict[str, Any]:
+        data = await self._blob(Request("meta", rank))
+        expected = self._proofs[rank].meta_hash
+        if data[: len(expected)] != expected:
+            self._lie(f"meta of rank {rank}", data[: len(expected)].hex(), expected.hex())
+        return read_meta(data, f"{self.label}, rank {rank}, meta")
+
+    async def layout(self, rank: int) -> Layout:
+        key, name = self._proofs[rank].layout_hash, f"{self.label}, layout of rank {rank}"
+        layout = await once(self._layouts, key, lambda: self._fetch_layout(rank, key))
+        check_images(layout, await self.records(rank), name)
+        return layout
+
+    async def _fetch_layout(self, rank: int, key: str) -> Layout:
+        data = await self._blob(Request("layout", rank))
+        if layout_hash(data) != key:
+            self._lie(f"layout of rank {rank}", layout_hash(data), key)
+        return await asyncio.to_thread(decode, data)
+
+    async def records(self, rank: int) -> dict[str, ImageRecord]:
+        return await once(self._records, rank, lambda: self._fetch_records(rank))
+
+    async def _fetch_records(self, rank: int) -> dict[str, ImageRecord]:
+        data = await self._blob(Request("records", rank))
+        try:
+            records = decode_records(data)
+        except Violation as error:
+            self._lie(f"records of rank {rank}", error, "a table of hashes")
+        found, expected = rank_root(records), self._proofs[rank].root
+        if found != expected:
+            self._lie(f"records of rank {rank}", found.hex(), expected.hex())
+        for record in records:
+            check_record(record, self.chunk_bytes, self.locate(rank, record.name))
+        return {record.name: record for record in records}
+
+    async def state(self, rank: int) -> bytes:
+        record = (await self.records(rank))[STATE_IMAGE]
+        data = bytearray(record.nbytes)
+        await self.read_into(rank, STATE_IMAGE, 0, memoryview(data))
+        check_chunks(memoryview(data), 0, record, self.chunk_bytes, self.locate(rank, STATE_IMAGE))
+        return bytes(data)
+
+    async def check_image(self, rank: int, image: str) -> None:
+        """The records, bound by the root, are of the very bytes that are offered; an image that is missing, or
+        shorter, shows when it is read."""
+        if image not in await self.records(rank):
+            name = self.locate(rank, image)
+            raise Damaged(f"{name}: no such image", found="nothing", expected="a record", name=name)
+
+    async def read_into(self, rank: int, image: str, offset: int, view: memoryview) -> None:
+        await self._ask(Request("read", rank, image, offset, len(view)), view)
+
+    def mapped(self, rank: int, image: str) -> memoryview | None:
+        return None
+
+    def locate(self, rank: int, image: str) -> str:
+        return f"{self.label}, rank {rank}, {image}"
+
+    async def confirm(self) -> None:
+        """Nothing to ask: every byte was verified."""
+
+    async def close(self) -> None:
+        """End the connections."""
+        while self._idle:
+            self._idle.pop().close()
+
+    # -- connections
+
+    async def _blob(self, request: Request) -> bytes:
+        data = await self._ask(request, None)
+        return bytes(data)
+
+    async def _ask(self, request: Request, view: memoryview | None) -> memoryview:
+        """The reply's bytes, in ``view`` if there is one. PeerLost."""
+        async with self._room:
+            if self._lost is not None:
+                raise self._lost
+            try:
+                if self._idle:
+                    try:
+                        return await self._exchange(self._idle.pop(), request, view)
+                    except (ConnectionError, EOFError):
+                        await self.close()  # the server tired of waiting: all that were left alone are gone
+                return await self._exchange(await self._connect(), request, view)
+            except LOST as error:
+                if self._lost is None:
+                    self._lost = self._lost_by(error)
+                raise self._lost from error
+
+    async def _connect(self) -> socket.socket:
+        loop = asyncio.get_running_loop()
+        host, port = self._offer.host, self._offer.port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await asyncio.wait_for(loop.sock_connect(sock, (host, port)), self._io_s)
+            await send(sock, MAGIC + self._offer.token, self._io_s)
+            decode_reply(await receive_frame(sock, self._io_s))
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    async def _exchange(self, sock: socket.socket, request: Request, view: memoryview | None) -> memoryview:
+        """One request and its reply; the connection is kept for the next, unless anything went wrong."""
+        try:
+            await send_frame(sock, request, self._io_s)
+            reply = decode_reply(await receive_frame(sock, self._io_s))
+            if reply.error:
+                raise Violation(f"the peer refuses: {reply.error}")
+            if view is None:
+                if not 0 <= reply.nbytes <= BLOB_BYTES_MAX:
+                    raise Violation(f"{reply.nbytes} bytes; at most {BLOB_BYTES_MAX} are allowed")
+                view = memoryview(bytearray(reply.nbytes))
+            elif reply.nbytes != len(view):
+                raise Violation(f"{reply.nbytes} bytes instead of {len(view)}")
+            await receive_into(sock, view, self._io_s)
+        except BaseException:
+            sock.close()
+            raise
+        self._idle.append(sock)
+        return view
+
+    def _lost_by(self, error: BaseException) -> PeerLost:
+        place = f"{self._offer.host}:{self._offer.port}"
+        slow = isinstance(error, asyncio.TimeoutError)
+        told = f"no answer within {self._io_s:g} s" if slow else f"{type(error).__name__}: {error}"
+        return PeerLost(
+            f"{self.label} cannot be read at {place}",
+            found=told,
+            expected=f"its snapshot of step {self.step}",
+            hint=f"If the other ranks reach that host by another address, set {ADDRESS} there.",
+            name=self.label,
+        )
+
+    def _lie(self, what: str, found: object, expected: object) -> NoReturn:
+        raise PeerLost(
+            f"{self.label}: {what} is not what was offered", found=found, expected=expected, name=self.label
+        )

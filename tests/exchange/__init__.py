@@ -1,0 +1,1 @@
+"""Loading from the memory of several nodes."""
