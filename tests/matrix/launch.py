@@ -1,0 +1,106 @@
+"""Runs a function as every rank of a gloo job, in processes forked off one that has torch imported already."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable, Collection
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+PRELOAD = [
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "everstep.checkpointer",
+    "tests.matrix.job",
+]
+TIMEOUT_S = 100.0
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+_context = multiprocessing.get_context("forkserver")
+
+
+class RankFailed(AssertionError):
+    """What went wrong, by rank."""
+
+
+def run(
+    world: int, act: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S, dies: Collection[int] = ()
+) -> list[Any]:
+    """``act(rank, world, *args)`` on every rank of a new job; the results by rank. Ranks in ``dies`` may end without a
+    word (their result is None). RankFailed with the tracebacks."""
+    os.environ.update(ENVIRONMENT)
+    _context.set_forkserver_preload(PRELOAD)
+    port = _free_port()
+    pipes: list[Connection] = []
+    processes = []
+    for rank in range(world):
+        here, there = _context.Pipe()
+        process = _context.Process(target=_rank, args=(rank, world, port, there, act, args), daemon=True)
+        process.start()
+        there.close()
+        pipes.append(here)
+        processes.append(process)
+    try:
+        return _collect(pipes, timeout_s, dies)
+    finally:
+        for pipe in pipes:
+            pipe.close()
+        for process in processes:
+            process.join(1)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Connection], timeout_s: float, dies: Collection[int]) -> list[Any]:
+    results: list[Any] = [None] * len(pipes)
+    failed: dict[int, str] = {}
+    missing = set(range(len(pipes)))
+    while missing and not failed:
+        ready = wait([pipes[rank] for rank in missing], timeout_s)
+        if not ready:
+            raise RankFailed(f"no word from ranks {sorted(missing)} within {timeout_s} s")
+        for rank in sorted(missing):
+            if pipes[rank] not in ready:
+                continue
+            missing.discard(rank)
+            try:
+                good, value = pipes[rank].recv()
+            except EOFError:
+                good, value = rank in dies, None if rank in dies else "the process ended without a word"
+            if good:
+                results[rank] = value
+            else:
+                failed[rank] = value
+    if failed:
+        raise RankFailed("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failed.items())))
+    return results
+
+
+def _rank(
+    rank: int, world: int, port: int, pipe: Connection, act: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        address = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+        pipe.send((True, act(rank, world, *args)))
+        pipe.recv()  # until all have ended: rank 0 hosts the store that the others talk through
+    except EOFError:
+        pass
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    # As a killed job ends: no clean-up, whatever lies in memory stays there.
+    os._exit(0)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
