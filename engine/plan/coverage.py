@@ -35,8 +35,9 @@ def check_coverage(ranks: Iterable[Table]) -> None:
     """Check the layouts of all ranks (in the order of ranks) against each other.
 
     Every GLOBAL key has one dtype and one shape on all ranks that have it, is GLOBAL on all of them, and its
-    stored boxes cover each element exactly once; a key of an empty tensor is stored by some rank. Keys may be
-    absent on some ranks (stages of a pipeline). Cost: n log n in the number of entries and boxes.
+    stored boxes cover each element exactly once; a key of an empty tensor is stored by some rank. One box may be
+    stored by several ranks (replicas of which their ranks could not know). Keys may be absent on some ranks
+    (stages of a pipeline). Cost: n log n in the number of entries and boxes.
 
     Raises one :class:`StateMismatch` that names every key concerned, the element and the ranks.
     """
@@ -234,11 +235,21 @@ def _misfit(
     if pattern in good:
         return None
     if not _tiles(shape, offsets, lengths):
+        ranks, offsets, lengths = _distinct(ranks, offsets, lengths)
+    if not _tiles(shape, offsets, lengths):
         wrong = _in_words(shape, ranks.tolist(), offsets.tolist(), lengths.tolist())
         if wrong is not None:
             return wrong
     good.add(pattern)
     return None
+
+
+def _distinct(ranks: Array, offsets: Array, lengths: Array) -> tuple[Array, Array, Array]:
+    """Boxes that several ranks store alike once, with the first of those ranks."""
+    import numpy as np
+
+    _, first = np.unique(np.hstack([offsets, lengths]), axis=0, return_index=True)
+    return ranks[first], offsets[first], lengths[first]
 
 
 def _in_words(

@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from ..format.layout import Box, EntrySpec, Scope
 from . import foreign, keys, objects, sharded
 from .encode import HANDLERS, Encoder, Handler, Path
+from .meshes import spread
 from .registry import ObjectState, type_name
 from .sharded import Held, Shards
 from .tensors import DTYPE_NAMES, resolve
@@ -137,7 +138,11 @@ def flatten(
     finally:
         if collecting:
             gc.enable()
-    return FlatState(encoder.leaves, state, encoder.sharded)
+    leaves = encoder.leaves
+    some = [leaf for leaf in leaves if isinstance(leaf, ShardedLeaf)] if encoder.sharded else []
+    for leaf, held in zip(some, spread([x.tensor for x in some], [x.held for x in some]), strict=True):
+        leaf.held = held
+    return FlatState(leaves, state, encoder.sharded)
 
 
 def full_box(shape: tuple[int, ...]) -> tuple[Box, ...]:

@@ -94,8 +94,8 @@ def reference() -> dict[str, dict[str, torch.Tensor]]:
 def _filled(values: dict[str, torch.Tensor] | None, only: tuple[str, ...]) -> Net:
     model = Net(only)
     if values is not None:
-        content = {name: value for name, value in values.items() if name.split(".")[0] in only}
-        model.load_state_dict({**model.state_dict(), **content}, assign=False)
+        own = model.state_dict()
+        model.load_state_dict({**own, **{name: value for name, value in values.items() if name in own}})
     return model
 
 
