@@ -6,6 +6,7 @@ import random
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from everstep.errors import Damaged, NoCheckpoint, StateError, StateMismatch
@@ -329,6 +330,8 @@ class Seeding:
 
 def test_random_numbers_elsewhere_come_from_rank_0_alone() -> None:
     def drawn(*seeds: int) -> float:
+        random.seed(0)
+        np.random.seed(0)
         source = MemorySource(
             [TrainState(x=torch.zeros(1), ema=Seeding(seed), replicated="x") for seed in seeds]
         )
