@@ -146,6 +146,20 @@ def test_own_values_that_a_rank_does_not_take_are_unexpected_though_another_take
         load(source, [plain({"a": torch.zeros(1), "b": torch.zeros(1)}), plain({"a": torch.zeros(1)})])
 
 
+def test_what_others_alone_have_is_not_told_where_something_is_missing() -> None:
+    """At the same number of ranks: looking at others' keys for what a rank lacks makes none of these unexpected."""
+    source = MemorySource(
+        [plain({"a": numbered(2), f"own{rank}": numbered(1), f"n{rank}": rank}) for rank in range(2)]
+    )
+    targets = [
+        {"a": torch.zeros(2), f"own{rank}": torch.zeros(1), f"n{rank}": -1, "new": torch.zeros(1)}
+        for rank in range(2)
+    ]
+    loosened = load(source, [plain(target) for target in targets], {"missing"})
+    assert loosened == [("missing: w/new: in the target, not in the checkpoint",)] * 2
+    assert [target[f"n{rank}"] for rank, target in enumerate(targets)] == [0, 1]
+
+
 def test_tensors_of_each_rank_elsewhere_only_if_equal_or_allowed() -> None:
     def states(*fill: float) -> MemorySource:
         # Beside a shard, so that no two images are equal, and alone, so that all are.
