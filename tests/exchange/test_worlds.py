@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import everstep
+import everstep.snapshots
 import pytest
 import torch
 
@@ -53,7 +54,7 @@ class Sharded:
         )
 
 
-def life(job: Job, places: Sequence[str], steps: int, *, close: bool = False) -> list[str]:
+def life(job: Job, places: Sequence[str], steps: int, *, close: bool = False, **options: Any) -> list[str]:
     """Load, take ``steps`` steps into memory alone, and be killed (or close). What each rank found: the step, the
     tier, whether all bits are right."""
 
@@ -65,12 +66,14 @@ def life(job: Job, places: Sequence[str], steps: int, *, close: bool = False) ->
         for step in range((start or 0) + 1, (start or 0) + 1 + steps):
             sharded.set(step)
             ckpt.step(step, sharded.state)
+            assert ckpt._ranks is not None
+            ckpt._ranks.agree("training together", step, timeout_s=WAIT_S)
         if close:
             ckpt.close()
         say("done")
         threading.Event().wait(WAIT_S)
 
-    ranks = job.start(places, body)
+    ranks = job.start(places, body, **options)
     said = [rank.line() for rank in ranks]
     assert [rank.line() for rank in ranks] == ["done"] * len(places)
     job.kill()
@@ -94,29 +97,44 @@ def test_one_node_with_four_ranks_then_two_then_three(root: Path, nodes: list[st
     assert manifests(root) == []
 
 
-def test_a_rank_that_dies_before_the_new_worlds_first_common_step(
-    root: Path, nodes: list[str], job: Job
+def refuse(*_: Any, **__: Any) -> None:
+    raise ZeroDivisionError("not today")
+
+
+@pytest.mark.parametrize("where", ["aa", "ab"])
+@pytest.mark.parametrize("fits", [True, False], ids=["arena-reused", "arena-outgrown"])
+def test_the_former_worlds_step_stays_until_the_new_world_has_one(
+    root: Path, nodes: list[str], job: Job, where: str, fits: bool
 ) -> None:
-    """Rank 0 of the new world reaches a step alone: the former world's step stays whole, and is loaded."""
-    node = nodes[0]
-    life(job, [node] * 3, 2)
+    """Rank 0 of the new world goes ahead, rank 1 fails at its first snapshot, and all are killed."""
+    memory = everstep.Memory(bytes=1 << 20) if fits else None
+    options = {"memory": memory} if memory is not None else {}
+    places = [nodes["ab".index(letter)] for letter in where]
+    life(job, [places[0], *places], 2, **options)
+    before = held(root, places[0]) | held(root, places[1])
 
     def body(rank: int, ckpt: everstep.Checkpointer, say: Say) -> None:
         sharded = Sharded(rank, 2)
-        start = ckpt.load(sharded.state)
-        say(start)
-        for step in (3, 4, 5)[: 1 if rank == 0 else 0]:
+        say(ckpt.load(sharded.state))
+        if rank == 1:
+            everstep.snapshots.Snapshots.take = refuse  # type: ignore[method-assign]
+        # On a node of its own, rank 0 is at most one snapshot ahead of ranks that it trains with.
+        for step in (3, 4) if rank == 0 and where == "aa" else (3,):
             sharded.set(step)
-            ckpt.step(step, sharded.state)
+            try:
+                ckpt.step(step, sharded.state)
+            except ZeroDivisionError:
+                say("refused")
         say("done")
         threading.Event().wait(WAIT_S)
 
-    # Rank 1 never opens the run, so rank 0 waits for it: the arenas of the new world are made, and no more.
-    ranks = job.start([node] * 2, body)
+    ranks = job.start(places, body, **options)
     assert [rank.line() for rank in ranks] == ["2", "2"]
-    assert ranks[1].line() == "done"
+    assert [ranks[1].line(), ranks[1].line(), ranks[0].line()] == ["refused", "done", "done"]
     job.kill()
-    assert life(job, [node] * 4, 0) == ["2 memory True"] * 4
+    now = held(root, places[0]) | held(root, places[1])
+    assert {one for one in before if one[2] == 2} <= now and (0, 2, 3) in now
+    assert life(job, [*places, *places], 0, **options) == ["2 memory True"] * 4
 
 
 @pytest.mark.parametrize("worlds", [["aabb", "ab", "aaab"], ["ab", "bbaa", "ba"]], ids=lambda w: "-".join(w))
