@@ -47,7 +47,8 @@ def pack_array(values: Array) -> bytes:
     if not len(values):
         return b""
     width = _width_of(int(values.max()))
-    return bytes((width,)) + values.astype(f"<u{width}").tobytes()
+    packed: bytes = values.astype(f"<u{width}").tobytes()
+    return bytes((width,)) + packed
 
 
 def _check(data: bytes) -> int:

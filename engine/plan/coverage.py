@@ -318,8 +318,8 @@ def _corners_cancel(sizes: Sequence[int], offsets: Array, lengths: Array) -> boo
         radix *= len(distinct)
         if radix > 1 << 62:
             return False
-    flat, signs = corners.ravel(), signs.ravel()
+    flat = corners.ravel()
     order = np.argsort(flat)
     flat = flat[order]
     starts = np.flatnonzero(np.concatenate([[True], flat[1:] != flat[:-1]]))
-    return not np.add.reduceat(signs[order], starts, dtype=np.int64).any()
+    return not np.add.reduceat(signs.ravel()[order], starts, dtype=np.int64).any()

@@ -155,7 +155,7 @@ def test_ranks_of_different_structure_together() -> None:
         [*stage],
         [],
         [of(key="grid", shape=(4, 6)), of(LEFT)],
-        [of(grid[3], key="grid", shape=(4, 6)), of(RIGHT), of(shape=(), key="scalar")],
+        [of(grid[3], key="grid", shape=(4, 6)), of(RIGHT), of(Box((), ()), shape=(), key="scalar")],
         [of(Box((0, 0, 0), (1, 2, 3)), key="deep", shape=(1, 2, 3)), of(FULL, key="last stage")],
     )
     with pytest.raises(StateMismatch, match=r"model/grid: element \(2, 3\)"):
