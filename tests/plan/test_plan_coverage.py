@@ -162,6 +162,14 @@ def test_ranks_of_different_structure_together() -> None:
         check([*stage], [of(LEFT), of(RIGHT, key="w2")], [of(RIGHT)], [of(LEFT, key="w2")])
 
 
+def test_a_scalar_stored_twice_beside_one_stored_once() -> None:
+    scalar = Box((), ())
+    once, twice = of(scalar, key="once", shape=()), of(scalar, key="twice", shape=())
+    with pytest.raises(StateMismatch, match=r"twice: element \(\) of shape \(\) is stored 2 times") as caught:
+        check([once, twice], [twice])
+    assert caught.value.count == 1
+
+
 def test_sizes_beyond_32_bits() -> None:
     size = 1 << 40
     halves = Box((0, 0), (size // 2, 2)), Box((size // 2, 0), (size - size // 2, 2))

@@ -151,6 +151,20 @@ def test_a_damaged_vote_behind_a_gather_is_found_where_it_is_read(tmp_path: Path
     with_run(tmp_path, work)
 
 
+def test_a_vote_that_is_not_the_one_gathered_aborts(tmp_path: Path) -> None:
+    async def work(backend: LocalBackend) -> None:
+        await flush_all(backend)
+        await votes.gather_votes(backend, *PLACE, [0, 1, 2, 3])
+        path = tmp_path / names.vote(*PLACE, 0)
+        vote = decode_vote(path.read_bytes(), names.vote(*PLACE, 0))
+        path.write_bytes(encode_vote(replace(vote, meta={**vote.meta, "metrics": {"loss": 9.0}})))
+        decision = await try_commit(backend, *PLACE, WORLD)
+        assert isinstance(decision, Abort) and decision.rank == 0
+        assert "not the vote that was gathered" in decision.reason
+
+    with_run(tmp_path, work)
+
+
 def test_votes_that_are_gathered_disagree_like_others(tmp_path: Path) -> None:
     async def work(backend: LocalBackend) -> None:
         for rank in range(WORLD):
