@@ -23,10 +23,10 @@ from everstep.format import names
 from .common import MIB, Mismatch, machine, workspace
 from .simulated import REPLICATED, Job, Written, backend_of, check_simulation, write_run
 
-WORLDS = (256, 1024, 4096, 16384)
 STEP = 100
 COMMITS = 3
 """Commits with known layouts, of which the median counts."""
+RANK_PLANS = 5
 CHILD_TIMEOUT_S = 1800.0
 GIB = 1 << 30
 
@@ -103,7 +103,7 @@ def _figures(world: int, written: Written, rank: dict[str, Any], found: dict[str
             "layout_bytes": written.canonical_bytes,
             "stored_layout_bytes": written.layouts_bytes // world,
             "vote_bytes": written.votes_bytes // world,
-            "extra_rss_mib": (rank["peak_rss_bytes"] - rank["rss_before_bytes"]) / MIB,
+            "extra_mib": rank["extra_bytes"] / MIB,
         },
     }
 
@@ -124,22 +124,29 @@ def _peak() -> int:
 
 def measure_rank(world: int, entries: int) -> dict[str, Any]:
     """What one rank does when its structure is new: owners of what is replicated, places, canonical bytes."""
+    import tracemalloc
+
     from everstep.format.layout import build_layout, compress, encode, layout_hash
     from everstep.plan.owners import Owners
 
     job = Job(world, entries)
     specs = job.specs(world // 2)
     whole = [(one.part, one.key, 4 * one.shape[0]) for one in job.tensors if not one.cut]
-    before = _peak()
-    seconds = []
-    for _ in range(5):
-        begun = time.perf_counter()
+
+    def plan() -> None:
         Owners(world).assign(whole)
         encoded = encode(build_layout(specs))
         layout_hash(encoded)
         compress(encoded)
+
+    seconds = []
+    for _ in range(RANK_PLANS):
+        begun = time.perf_counter()
+        plan()
         seconds.append(time.perf_counter() - begun)
-    return {"plan_s": statistics.median(seconds), "rss_before_bytes": before, "peak_rss_bytes": _peak()}
+    tracemalloc.start()
+    plan()
+    return {"plan_s": statistics.median(seconds), "extra_bytes": tracemalloc.get_traced_memory()[1]}
 
 
 async def measure_coordinator(root: Path, world: int) -> dict[str, Any]:

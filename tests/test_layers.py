@@ -40,8 +40,13 @@ MAY_IMPORT = {
 """By layer: the layers that it may import, besides itself."""
 
 TORCH_LAYERS = frozenset({"state", "snapshot", "facade", "dcp", "port", "demo", "benchmarks"})
-LAZY_TORCH = {"everstep.store.fill": "numpy"}
-"""Outside those layers: only inside functions that fsck and the agent do not call."""
+LAZY_TORCH = {
+    "everstep.store.fill": "numpy",
+    "everstep.format.columns": "numpy",
+    "everstep.plan.coverage": "numpy",
+}
+"""Outside those layers: only inside functions that fsck and the agent do not call, or call only for jobs that have
+tensors of the whole job, whose coverage is checked with arrays."""
 
 LIGHT = ("everstep", "everstep.places", "everstep.policy", "everstep.state.codec")
 """Besides the layers without torch, what the maintenance commands use."""

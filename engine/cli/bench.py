@@ -99,15 +99,74 @@ def save_load(size_mib: int, repeats: int, directory: Path | None, as_json: bool
     _run("save-load", runner, repeats, as_json)
 
 
+PLAN_EPILOG = """\
+Exit codes:
+  0  measured
+  1  the simulation is not what planning makes, or something failed
+  2  usage
+
+Example:
+  everstep bench plan --json
+"""
+
+
+@command("plan", epilog=PLAN_EPILOG)
+@click.option(
+    "--ranks",
+    type=click.IntRange(2, 1 << 17),
+    default=16384,
+    show_default=True,
+    help="Ranks of the largest job; smaller ones are a quarter each, down to 256.",
+)
+@click.option("--entries", type=click.IntRange(3, 1 << 17), default=1000, show_default=True)
+@click.option(
+    "--dir",
+    "directory",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Where to write; default: the current directory.",
+)
+@json_option
+def plan(ranks: int, entries: int, directory: Path | None, as_json: bool) -> None:
+    """What planning and committing cost in a job of many ranks, by simulation.
+
+    planning_s is one rank's plan, and the reading and checking of all ranks' layouts by the agent that commits;
+    peak_rss_gib that agent's memory; steady_commit_s a commit with known layouts; manifest_mib its manifest. The
+    notes say what is simulated. Needs some 300 MB of disk.
+    """
+    worlds = worlds_up_to(ranks)
+
+    def runner(tell: Tell) -> dict[str, Any]:
+        from everstep.benchmarks.plan import run_plan
+
+        return run_plan(worlds, entries, directory, tell)
+
+    _run("plan", runner, len(worlds), as_json, _plan_text)
+
+
+def worlds_up_to(ranks: int) -> list[int]:
+    """The jobs to simulate: ``ranks``, and a quarter of each while that is 256 at least."""
+    worlds = [ranks]
+    while worlds[0] >= 1024:
+        worlds.insert(0, worlds[0] // 4)
+    return worlds
+
+
 bench.add_command(stall)
 bench.add_command(save_load)
+bench.add_command(plan)
 
 
-def _run(name: str, runner: Runner, repeats: int, as_json: bool) -> None:
+def _run(
+    name: str,
+    runner: Runner,
+    stages: int,
+    as_json: bool,
+    text: Callable[[dict[str, Any]], str] | None = None,
+) -> None:
     with answering(as_json) as answer:
         from everstep.benchmarks.common import Mismatch
 
-        total = STAGES_PER_REPEAT[name] * repeats + 1
+        total = STAGES_PER_REPEAT.get(name, 1) * stages + 1
         with progress(name, unit="stage", total=total) as bar:
 
             def tell(what: str) -> None:
@@ -119,7 +178,34 @@ def _run(name: str, runner: Runner, repeats: int, as_json: bool) -> None:
             except Mismatch as error:
                 click.echo(f"error: {error}", err=True)
                 sys.exit(FAILED)
-        answer.give(found, lambda: _as_text(found))
+        answer.give(found, lambda: (text or _as_text)(found))
+
+
+def _plan_text(found: dict[str, Any]) -> str:
+    headers = ("ranks", "planning", "steady commit", "in memory", "manifest", "layouts", "memory")
+    rows = [
+        (
+            one["ranks"],
+            f"{one['planning_s']:.2f} s",
+            f"{one['steady_commit_s']:.2f} s",
+            f"{one['steady_in_memory_s']:.2f} s",
+            f"{one['manifest_mib']:.2f} MiB",
+            human_bytes(one["coordinator"]["read_bytes"]),
+            f"{one['coordinator']['peak_rss_gib']:.2f} GiB",
+        )
+        for one in found["growth"]
+    ]
+    rank = found["rank"]
+    return "\n\n".join(
+        [
+            f"plan: {found['entries']} entries on each rank",
+            table(headers, rows, right=tuple(range(7))),
+            f"one rank of {found['ranks']}: {rank['plan_s'] * 1000:.1f} ms, {rank['extra_mib']:.1f} MiB of memory, "
+            f"a layout of {human_bytes(rank['layout_bytes'])}, stored {human_bytes(rank['stored_layout_bytes'])}",
+            "\n".join(found["notes"]),
+            found["checked"],
+        ]
+    )
 
 
 def _as_text(found: dict[str, Any]) -> str:

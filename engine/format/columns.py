@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import numpy as np
+Array = Any
+"""A numpy array. The module is imported where arrays are made, for it is not needed everywhere."""
 
 _CODES = {array(code).itemsize: code for code in "BHIQ"}
 """Width in bytes to the array module's code of it."""
@@ -42,12 +42,13 @@ def pack(values: Sequence[int]) -> bytes:
     return bytes((width,)) + packed.tobytes()
 
 
-def pack_array(values: np.ndarray[Any, Any]) -> bytes:
+def pack_array(values: Array) -> bytes:
     """As :func:`pack`, of a flat array of integers that are not negative."""
     if not len(values):
         return b""
     width = _width_of(int(values.max()))
-    return bytes((width,)) + values.astype(f"<u{width}").tobytes()
+    packed: bytes = values.astype(f"<u{width}").tobytes()
+    return bytes((width,)) + packed
 
 
 def _check(data: bytes) -> int:
@@ -71,7 +72,7 @@ def unpack(data: bytes) -> list[int]:
     return unpacked.tolist()
 
 
-def unpack_array(data: bytes) -> np.ndarray[Any, Any]:
+def unpack_array(data: bytes) -> Array:
     """The values of a column as a read-only array over ``data``, unsigned, as wide as they are stored. Raises
     BadColumn."""
     import numpy as np

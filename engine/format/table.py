@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import Damaged, UnknownFormat
 from . import layout as layouts
@@ -19,10 +19,8 @@ from .dtypes import DTYPES
 from .entries import Layout, Scope
 from .fields import WHOLE, Own, read_own, read_schema
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
+Array = Any
+"""A numpy array. The module is imported where arrays are made, for it is not needed everywhere."""
 
 SCHEMAS_MAX = 256
 """Decoded schemas that a reader remembers: as many as the stages and experts of a large job."""

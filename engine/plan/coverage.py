@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import StateMismatch
 from ..format.entries import Box, Scope
@@ -17,10 +17,8 @@ from ..format.table import SCHEMAS_MAX, SchemaTable, Table
 from .boxes import CUT_AXES_MAX, contains, is_valid, misfit
 from .problems import Problems
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
+Array = Any
+"""A numpy array. The module is imported where arrays are made, for it is not needed everywhere."""
 
 CORNERS_MAX = 1 << 24
 """Corners of one tensor's boxes that are counted with arrays; more are counted one by one."""
@@ -331,8 +329,8 @@ def _corners_cancel(sizes: Sequence[int], offsets: Array, lengths: Array) -> boo
         radix *= len(distinct)
         if radix > 1 << 62:
             return False
-    flat, signs = corners.ravel(), signs.ravel()
+    flat = corners.ravel()
     order = np.argsort(flat)
     flat = flat[order]
     starts = np.flatnonzero(np.concatenate([[True], flat[1:] != flat[:-1]]))
-    return not np.add.reduceat(signs[order], starts, dtype=np.int64).any()
+    return not np.add.reduceat(signs.ravel()[order], starts, dtype=np.int64).any()

@@ -289,8 +289,8 @@ async def _gather(run: _Run, found: StepNames, manifest: Manifest, rank: int) ->
     odd = [header.rank for header in headers if hashes.get(header.rank) != header.hash]
     if not odd:
         return None
-    error = Damaged(f"{name}: other votes than the manifest's", found=f"ranks {odd}", name=name)
-    return _damage(error, name, found, "")
+    others = Damaged(f"{name}: other votes than the manifest's", found=f"ranks {odd}", name=name)
+    return _damage(others, name, found, "")
 
 
 async def _undecided(run: _Run, checkpoints: list[_Checkpoint], wait_s: float) -> AsyncIterator[Finding]:

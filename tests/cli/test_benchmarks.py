@@ -46,6 +46,43 @@ def test_save_load(tmp_path: Path) -> None:
     assert set(found["write_floors"]) == {"buffered", "direct", "direct_from_slots"}
 
 
+def test_plan(tmp_path: Path) -> None:
+    """512 ranks of 100 entries: what is asserted is structure, and sizes, not time."""
+    said = everstep("bench", "plan", "--json", "--ranks", "512", "--entries", "100", "--dir", tmp_path)
+    assert said.code == 0, said.err
+    assert os.listdir(tmp_path) == []
+    found = said.json
+    assert (found["ranks"], found["entries"]) == (512, 124)
+    for field in ("planning_s", "peak_rss_gib", "steady_commit_s", "steady_in_memory_s", "manifest_mib"):
+        assert found[field] > 0, field
+    assert found["manifest_mib"] * MIB < 512 * 160 + 4096
+    assert found["rank"]["stored_layout_bytes"] < found["rank"]["layout_bytes"] < 124 * 100
+    assert found["coordinator"]["read_bytes"] < 512 * 2048
+    assert [one["ranks"] for one in found["growth"]] == [512]
+    assert any(note.startswith("not simulated") for note in found["notes"])
+    from everstep.cli.bench import _plan_text
+
+    (row,) = [line.split() for line in _plan_text(found).splitlines() if line.lstrip().startswith("512")]
+    assert row[-2:] == [f"{found['peak_rss_gib']:.2f}", "GiB"]
+
+
+def test_the_jobs_that_are_simulated() -> None:
+    from everstep.cli.bench import worlds_up_to
+
+    assert worlds_up_to(16384) == [256, 1024, 4096, 16384]
+    assert worlds_up_to(512) == [512] and worlds_up_to(1024) == [256, 1024]
+
+
+def test_a_simulation_that_is_not_what_planning_makes_is_refused() -> None:
+    from everstep.benchmarks.simulated import Job, check_simulation
+
+    job = Job(100, 60)
+    check_simulation(job, range(100))
+    job.owners[job.tensors[0].part, job.tensors[0].key] ^= 1
+    with pytest.raises(Mismatch, match="simulated layout"):
+        check_simulation(job, range(100))
+
+
 def test_table_for_people(tmp_path: Path) -> None:
     from everstep.cli.bench import _as_text
 

@@ -100,6 +100,14 @@ def test_a_layout_of_version_1_has_no_scope_of_version_2() -> None:
         layout.decode(encoded.replace(scopes, scopes[:-1] + bytes([2])))
 
 
+def test_a_layout_of_version_1_has_no_places_of_what_is_not_stored() -> None:
+    encoded = layout.decompress(read(1, names.layout(examples.LAYOUT_OF_VERSION_1)))
+    begins = bytes.fromhex("a5 62 65 67 69 6e 95 08 00 20 00 00")
+    assert encoded.count(begins) == 1
+    with pytest.raises(Damaged, match="is not stored"):
+        layout.decode(encoded.replace(begins, begins[:-2] + bytes([1, 0])))
+
+
 def test_gathered_votes_are_read() -> None:
     vote = read(2, examples.VOTE_NAME)
     name = examples.GATHER_NAME

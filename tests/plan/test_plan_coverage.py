@@ -115,6 +115,81 @@ def test_against_counting_elements(rng: random.Random, world: int) -> None:
             check(*ranks)
 
 
+@given(st.randoms(use_true_random=False), st.integers(1, 4))
+@settings(max_examples=150, deadline=None)
+def test_what_is_wrong_is_named_exactly(rng: random.Random, world: int) -> None:
+    """The first element with a wrong count, in the order of coordinates, how often, and by whom."""
+    shape = random_shape(rng)
+    boxes = tiling(rng, Box.full(shape), rng.randint(1, 9))
+    if rng.random() < 0.5:
+        boxes.append(random_box(rng, shape))
+    if rng.random() < 0.5:
+        boxes.pop(rng.randrange(len(boxes)))
+    boxes = list(dict.fromkeys(boxes))
+    held: list[list[Box]] = [[] for _ in range(world)]
+    for box in boxes:
+        held[rng.randrange(world)].append(box)
+    counts = Counter(point for box in boxes for point in points(box))
+    wrong = next((point for point in sorted(points(Box.full(shape))) if counts[point] != 1), None)
+    ranks = [[of(*some, shape=shape)] for some in held]
+    if wrong is None and boxes:
+        check(*ranks)
+        return
+    with pytest.raises(StateMismatch) as caught:
+        check(*ranks)
+    text = str(caught.value)
+    if not boxes:
+        assert "stored by no rank" in text
+    elif not counts[wrong]:
+        assert f"element {wrong} of shape {shape} is stored by no rank" in text
+    else:
+        by = [rank for rank in range(world) if any(wrong in set(points(box)) for box in held[rank])]
+        assert f"element {wrong} of shape {shape} is stored {counts[wrong]} times, by ranks {by}" in text
+
+
+def test_ranks_of_different_structure_together() -> None:
+    """Stages with other keys, ranks with nothing, several boxes on a rank, tensors of other numbers of axes."""
+    grid = [Box((row, column), (2, 3)) for row in (0, 2) for column in (0, 3)]
+    stage = of(*grid[:3], key="grid", shape=(4, 6)), of(FULL, key="first stage")
+    check(
+        [*stage],
+        [],
+        [of(key="grid", shape=(4, 6)), of(LEFT)],
+        [of(grid[3], key="grid", shape=(4, 6)), of(RIGHT), of(Box((), ()), shape=(), key="scalar")],
+        [of(Box((0, 0, 0), (1, 2, 3)), key="deep", shape=(1, 2, 3)), of(FULL, key="last stage")],
+    )
+    with pytest.raises(StateMismatch, match=r"model/grid: element \(2, 3\)"):
+        check([*stage], [of(LEFT), of(RIGHT, key="w2")], [of(RIGHT)], [of(LEFT, key="w2")])
+
+
+def test_a_scalar_stored_twice_beside_one_stored_once() -> None:
+    scalar = Box((), ())
+    once, twice = of(scalar, key="once", shape=()), of(scalar, key="twice", shape=())
+    with pytest.raises(StateMismatch, match=r"twice: element \(\) of shape \(\) is stored 2 times") as caught:
+        check([once, twice], [twice])
+    assert caught.value.count == 1
+
+
+def test_sizes_beyond_32_bits() -> None:
+    size = 1 << 40
+    halves = Box((0, 0), (size // 2, 2)), Box((size // 2, 0), (size - size // 2, 2))
+    check([of(halves[0], shape=(size, 2))], [of(halves[1], shape=(size, 2)), of(FULL, key="small")])
+    short = Box((size // 2 + (1 << 32), 0), (size - size // 2 - (1 << 32), 2))
+    with pytest.raises(StateMismatch, match=rf"element \({size // 2}, 0\)"):
+        check([of(halves[0], shape=(size, 2))], [of(short, shape=(size, 2))])
+
+
+def test_more_schemas_and_ways_to_hold_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everstep.plan.coverage.SCHEMAS_MAX", 2)
+    monkeypatch.setattr("everstep.plan.coverage.SHAPES_MAX", 2)
+    ranks = [[of(Box((rank,), (1,)), shape=(12,)), of(FULL, key=f"stage {rank % 5}")] for rank in range(12)]
+    for rank in range(5, 12):
+        ranks[rank][1] = of(FULL, key=f"stage {rank % 5}", stored=False)
+    check(*ranks)
+    with pytest.raises(StateMismatch, match="stage 3: stored by no rank"):
+        check(*[[one for one in rank if one.key != "stage 3" or not one.stored] for rank in ranks])
+
+
 def test_many_keys_and_many_shards() -> None:
     """Quadratic work would end in the suite's time-out."""
     keys = 12_500

@@ -85,7 +85,7 @@ def test_a_run_without_its_record_is_damaged_and_not_overwritten(tmp_path: Path)
 
 def test_a_newer_run_is_refused(tmp_path: Path) -> None:
     body = {"run_id": "x", "required": [], "hash_id": "xxh3-128", "chunk_bytes": 4096, "created": ""}
-    for data in (seal("run", body, format=2), seal("run", {**body, "required": ["parity"]})):
+    for data in (seal("run", body, format=3), seal("run", {**body, "required": ["parity"]})):
         (tmp_path / names.RUN).write_bytes(data)
         error = error_of(tmp_path, open_run)
         assert type(error) is UnknownFormat and error.hint
