@@ -143,7 +143,8 @@ class Checkpointer:
 
         ``allow`` loosens the comparison with the checkpoint ("missing", "unexpected", "dtype", "class", "ties",
         "rng", "ranks", "loader"), ``config_reason`` accepts another configuration; both are recorded. Raises
-        StateMismatch, ConfigChanged, Damaged (nothing good is left), CannotTell, NoCheckpoint (for ``step``), RankError. After an error the contents of ``state`` are undefined.
+        StateMismatch, ConfigChanged, Damaged (nothing good is left), CannotTell, NoCheckpoint (for ``step``),
+        RankError. After an error the contents of ``state`` are undefined.
         """
         self._check_usable()
         if self._session is not None:

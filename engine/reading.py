@@ -108,10 +108,13 @@ class _Load:
     def run(self, opened: Callable[[], Sequence[Source]]) -> Filled:
         phases = self.phases
         checkpoint, plan = phases.each(lambda: self._compare(Checkpoint(opened())))
-        self._settle(checkpoint, plan)
+        told = phases.share([bool(plan.extra), sorted(self._special())])
+        if any(extra for extra, _ in told):
+            self._settle(checkpoint, plan)
         unequal: dict[str, list[int]] = {}
         if self.own is None and checkpoint.world > 1:
-            unequal = phases.from_first(lambda: _unequal(checkpoint, self._special()))
+            special = {part for _, parts in told for part in parts}
+            unequal = phases.from_first(lambda: _unequal(checkpoint, special))
         phases.each(lambda: self._check(checkpoint, plan, unequal))
         with checkpoint.filling(phases, lambda: self._asked(plan)) as fill_now:
             return phases.each(lambda: self._fill(checkpoint, plan, fill_now))
@@ -175,9 +178,6 @@ class _Load:
 
     def _settle(self, checkpoint: Checkpoint, plan: RestorePlan) -> None:
         """What this rank does not take is unexpected only if no rank takes it."""
-        extra = plan.extra
-        if not any(self.phases.share(bool(extra))):
-            return
         layouts = checkpoint.layouts
 
         def names(entries: Sequence[Entry], places: Collection[str]) -> set[bytes]:

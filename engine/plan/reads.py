@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ..errors import Damaged, StateMismatch
@@ -129,12 +128,12 @@ def chunk_ranges(reads: Iterable[Read], chunk_bytes: int, nbytes: int, head: int
     """The whole chunks of one image of ``nbytes`` that ``reads`` (all of it) need, and those of its first
     ``head`` bytes, as maximal ranges in ascending order. Chunks between the runs of a read are not needed."""
     found: list[Range] = [(0, head)] if head else []
-    for read in reads:
-        if read.image_stride - read.nbytes < chunk_bytes:  # no chunk lies between two runs
-            found.append((read.image_offset, read.image_end))
+    for _, _, _, at, length, _, runs, stride, _ in reads:
+        end = at + (runs - 1) * stride + length
+        if stride - length < chunk_bytes:  # no chunk lies between two runs
+            found.append((at, end))
         else:
-            starts = range(read.image_offset, read.image_end, read.image_stride)
-            found += [(start, start + read.nbytes) for start in starts]
+            found += [(start, start + length) for start in range(at, end, stride)]
     found.sort()
     ranges: list[Range] = []
     begin = end = 0
@@ -165,17 +164,26 @@ Source = tuple[int, Entry]
 """A rank at the save, and its entry."""
 
 
-@dataclass(slots=True)
+Kind = tuple[str, tuple[int, ...]]
+"""Dtype and shape."""
+
+_NO_KINDS: Mapping[Kind, int] = {}
+
+
 class _Key:
     """What the ranks have under one key, the reader's own first, then by rank: GLOBAL entries that are stored,
-    and what each rank has for itself. ``kinds`` are the dtypes and shapes of all GLOBAL entries, stored or not,
-    each with the first rank that has it."""
+    and what each rank has for itself. ``kinds`` are the dtypes and shapes of GLOBAL entries, stored or not, two at
+    most, each with the first rank that has it. ``stored`` are the boxes of the GLOBAL ones, once they are looked for."""
 
-    common: list[Source] = field(default_factory=list)
-    private: list[Source] = field(default_factory=list)
-    kinds: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
-    stored: list[_Stored] = field(default_factory=list)
-    lookup: BoxIndex | None = None
+    __slots__ = ("common", "kinds", "lookup", "private", "stored")
+
+    def __init__(self) -> None:
+        # Most keys need one of these: there may be a hundred thousand.
+        self.common: Sequence[Source] = ()
+        self.private: Sequence[Source] = ()
+        self.kinds: Mapping[Kind, int] = _NO_KINDS
+        self.stored: Sequence[_Stored] = ()
+        self.lookup: BoxIndex | None = None
 
 
 class _Planner:
@@ -209,30 +217,30 @@ class _Planner:
             if key is None:
                 continue
             if entry.scope is Scope.GLOBAL:
-                key.kinds.setdefault((entry.dtype, entry.shape), rank)
+                kind = entry.dtype, entry.shape
+                if kind not in key.kinds and len(key.kinds) < 2:  # two are a mismatch, whatever is wanted
+                    key.kinds = {**key.kinds, kind: rank}
                 if entry.image is not None:
-                    key.common.append((rank, entry))
+                    key.common = _with(key.common, (rank, entry))
             elif entry.image is not None:
-                key.private.append((rank, entry))
+                key.private = _with(key.private, (rank, entry))
 
     def entry(self, index: int, entry: Entry) -> list[Read]:
         """Reads of one wanted entry; problems are noted."""
         key = self._keys[entry.part, entry.key]
         source = self._private(key, entry)
         if source is not None:
-            kinds = {(source[1].dtype, source[1].shape): source[0]}
-        elif key.kinds:
-            kinds = key.kinds
+            fits = source[1].dtype == entry.dtype and source[1].shape == entry.shape
+            kinds = {} if fits else {(source[1].dtype, source[1].shape): source[0]}
         else:
-            self._note_absent(key, entry)
-            return []
-        for (dtype, shape), rank in kinds.items():
-            if (dtype, shape) != (entry.dtype, entry.shape):
-                found = f"{dtype}{list(shape)} stored by rank {rank}"
-                self.mismatches.add(
-                    entry.part, entry.key, f"{found}, {entry.dtype}{list(entry.shape)} wanted"
-                )
+            kinds = key.kinds
+            if not kinds:
+                self._note_absent(key, entry)
                 return []
+            fits = len(kinds) == 1 and (entry.dtype, entry.shape) in kinds
+        if not fits:
+            self._note_other(entry, kinds)
+            return []
         first = source or (key.common[0] if key.common else None)
         if first is not None and first[1].boxes == entry.boxes:  # as it was saved: all boxes lie in one piece
             rank, stored = first
@@ -251,6 +259,12 @@ class _Planner:
         if lowest[1].scope is Scope.FIRST or len(private) == 1 or (entry.part, entry.key) in self._equal:
             return lowest
         return None
+
+    def _note_other(self, entry: Entry, kinds: Mapping[Kind, int]) -> None:
+        wanted = entry.dtype, entry.shape
+        (dtype, shape), rank = next(item for item in kinds.items() if item[0] != wanted)
+        found = f"{dtype}{list(shape)} stored by rank {rank}"
+        self.mismatches.add(entry.part, entry.key, f"{found}, {entry.dtype}{list(entry.shape)} wanted")
 
     def _note_absent(self, key: _Key, entry: Entry) -> None:
         if not key.private:
@@ -304,6 +318,14 @@ class _Planner:
             reads += _runs(index, box, regions, bits, dest)
             dest += (bits * box.volume + 7) // 8
         return _merged(reads)
+
+
+def _with(some: Sequence[Source], one: Source) -> list[Source]:
+    """``some`` with ``one`` at its end; in place from the second on."""
+    if isinstance(some, list):
+        some.append(one)
+        return some
+    return [one]
 
 
 def _choose(box: Box, near: Sequence[_Stored]) -> tuple[list[tuple[Box, _Stored]], list[Box]]:

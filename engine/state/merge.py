@@ -369,9 +369,13 @@ def _differing_optimizer(mine: Node, other: Node, path: str) -> Iterator[str]:
         if name in other["state"]:
             yield from _differing(value, other["state"][name], f"{path}/state/{_component(name)}")
     groups, theirs = _elements(mine["param_groups"]) or [], _elements(other["param_groups"]) or []
-    for at, (group, more) in enumerate(zip(groups, theirs, strict=False)):
-        for name in sorted((set(group) & set(more)) - _NAMED):
-            yield from _differing(group[name], more[name], f"{path}/param_groups/[{at}]/{name}")
+    # Pipeline stages need not have the same groups: those that share a parameter are compared.
+    number_of = {name: at for at, group in enumerate(theirs) for name in _elements(group["params"]) or []}
+    for at, group in enumerate(groups):
+        shared = {number_of[name] for name in _elements(group["params"]) or [] if name in number_of}
+        for more in (theirs[number] for number in sorted(shared)):
+            for name in sorted((set(group) & set(more)) - _NAMED):
+                yield from _differing(group[name], more[name], f"{path}/param_groups/[{at}]/{name}")
 
 
 # ---------------------------------------------------------------------------------------------- selecting

@@ -258,10 +258,10 @@ def _with_reads(image: Image, spans: Sequence[Range]) -> Iterator[_Piece]:
     starts = [start for start, _ in spans]
     served: list[list[Read]] = [[] for _ in spans]
     for read in image.reads:
-        if not read.total:
+        if not read.nbytes:
             continue
-        end = read.image_end
         index = bisect_right(starts, read.image_offset) - 1
+        end = read.image_end
         if end <= spans[index][1]:
             served[index].append(read)
             continue

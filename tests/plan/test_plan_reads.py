@@ -284,20 +284,20 @@ def test_a_sharded_tensor_without_elements_is_there_though_nobody_stores_it() ->
 
 
 def test_planning_is_about_linear() -> None:
-    """A thousand tensors over 64 ranks, and a hundred thousand small ones, in seconds at the worst."""
+    """A thousand tensors over 64 ranks, and a hundred thousand small ones, in seconds of one core."""
     world, count = 64, 1000
     layouts = [
         build_layout([spec(f"t{i}", (256, 8), [Box((4 * rank, 0), (4, 8))]) for i in range(count)])
         for rank in range(world)
     ]
     wanted = build_layout([spec(f"t{i}", (256, 8), [Box((0, 0), (128, 8))]) for i in range(count)]).entries
-    began = time.perf_counter()
+    began = time.process_time()
     assert len(plan_reads(wanted, layouts, None)) == 32 * count
-    sharded = time.perf_counter() - began
+    sharded = time.process_time() - began
     many = build_layout([full(f"t{i}", (3,), scope=RANK) for i in range(100_000)])
-    began = time.perf_counter()
+    began = time.process_time()
     assert len(plan_reads(many.entries, [many], 0)) == 100_000
-    small = time.perf_counter() - began
+    small = time.process_time() - began
     print(f"sharded {sharded:.2f} s, small {small:.2f} s")
     assert sharded < 8 and small < 8
 

@@ -6,6 +6,7 @@ import random
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from everstep.errors import Damaged, NoCheckpoint, StateError, StateMismatch
@@ -155,8 +156,10 @@ def test_what_others_alone_have_is_not_told_where_something_is_missing() -> None
         {"a": torch.zeros(2), f"own{rank}": torch.zeros(1), f"n{rank}": -1, "new": torch.zeros(1)}
         for rank in range(2)
     ]
+    targets[0]["own1"] = torch.zeros(1) - 1
     loosened = load(source, [plain(target) for target in targets], {"missing"})
     assert loosened == [("missing: w/new: in the target, not in the checkpoint",)] * 2
+    assert torch.equal(targets[0]["own1"], numbered(1))
     assert [target[f"n{rank}"] for rank, target in enumerate(targets)] == [0, 1]
 
 
@@ -309,6 +312,34 @@ def test_random_numbers_are_each_ranks_own_or_new_ones_with_a_warning() -> None:
         and len({alone, *three}) == 4
         and three == [quietly(drawn, 3, rank) for rank in range(3)]
     )
+
+
+class Seeding:
+    """Seeds torch when it is asked for its state, which is before the generators are."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def state_dict(self) -> dict[str, Any]:
+        torch.manual_seed(self.seed)
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_random_numbers_elsewhere_come_from_rank_0_alone() -> None:
+    def drawn(*seeds: int) -> float:
+        random.seed(0)
+        np.random.seed(0)
+        source = MemorySource(
+            [TrainState(x=torch.zeros(1), ema=Seeding(seed), replicated="x") for seed in seeds]
+        )
+        states = [TrainState(x=torch.zeros(1), ema=Seeding(0), rng=rank == 1) for rank in range(3)]
+        quietly(load, source, states, {"unexpected"})
+        return torch.rand(1).item()
+
+    assert drawn(1, 2) == drawn(1, 3) != drawn(2, 2)
 
 
 def test_a_failure_on_one_rank_is_the_same_verdict_on_all() -> None:

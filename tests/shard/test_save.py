@@ -11,6 +11,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner
 from everstep.cli.main import main
 from everstep.format import names
@@ -136,3 +137,31 @@ def test_two_ranks_save_what_they_hold(root: Path, tmp_path: Path) -> None:
 def _check_replicas_are_balanced(images: list[dict[tuple[str, str], Any]]) -> None:
     counts = [sum(part == "replicas" for part, _ in found) for found in images]
     assert counts == [3, 3]
+
+
+def after_a_refusal(rank: int, root: Path) -> None:
+    """Rank 1 cannot make the second save, for which rank 0 found an owner of what was new. They find different
+    owners at the third then, which must not commit, and the same ones at the next."""
+    shared, own = {"tiny": torch.zeros(1)}, {"bad": None}
+    state = everstep.TrainState(rng=False, replicated=["shared"], shared=shared, own=own)
+    ckpt = everstep.Checkpointer(root, policy=policy(commit_timeout_s=5.0))
+    ckpt.load(state)
+    ckpt.save(1, state).wait()
+    shared["small"] = torch.zeros(1)
+    if rank == 1:
+        own["bad"] = lambda: 0
+    with pytest.raises(everstep.errors.EverstepError, match="bad"):
+        ckpt.save(2, state).wait()
+    dist.barrier()
+    own["bad"], shared["large"] = None, torch.zeros(5)
+    with pytest.raises(everstep.errors.SaveFailed, match="exactly once"):
+        ckpt.save(3, state).wait()
+    dist.barrier()
+    ckpt.save(4, state).wait()
+    ckpt.close()
+
+
+@pytest.mark.timeout(300)
+def test_a_refused_save_does_not_part_the_ranks(root: Path, tmp_path: Path) -> None:
+    launch(lambda rank: after_a_refusal(rank, root), 2, tmp_path)
+    assert steps_on_disk(root) == [1, 4]

@@ -155,6 +155,56 @@ def test_room_for_a_share() -> None:
     assert 8 < room[0] < 9.5 and 3 < room[1] < 4.5
 
 
+def test_planners_that_saw_other_saves_agree_once_they_forget() -> None:
+    """A rank that missed a save found other owners for what is there; after the failure all plan anew."""
+
+    def state(*sizes: int) -> FlatState:
+        shards = {
+            str(i): Shards((n,), [((0,), (n,))], [torch.zeros(n)], holders=[0, 1])
+            for i, n in enumerate(sizes)
+        }
+        return flatten({"p": shards})
+
+    planners = [LayoutPlanner(rank, 2) for rank in range(2)]
+
+    def stored(flat: FlatState) -> list[int]:
+        layouts = [planner.plan(flat).layout for planner in planners]
+        return [
+            sum(layout.entries[i].image is not None for layout in layouts) for i in range(len(flat.leaves))
+        ]
+
+    planners[0].plan(state(1))
+    assert stored(state(1, 5)) != [1, 1]
+    for planner in planners:
+        planner.forget()
+    assert stored(state(1, 5)) == [1, 1]
+
+
+def parts_of_a_mesh(rank: int) -> None:
+    """Tensor parallel groups that nothing but the promise of equal parts connects."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    value = distribute_tensor(WHOLE, both["tp"], [Shard(0)], src_data_rank=None)
+    norm = distribute_tensor(torch.ones(3), both["tp"], [Replicate()], src_data_rank=None)
+    whole = distribute_tensor(WHOLE, both, [Replicate(), Shard(0)], src_data_rank=None)
+    parts = {
+        "model": {"w": value, "norm": norm, "whole": whole},
+        "hand": Shards((3,), [((0,), (3,))], [WHOLE[0, :3]]),
+    }
+    pair = (0, 1) if rank < 2 else (2, 3)
+    mine = (rank % 2, rank % 2 + 2)
+    holders = [leaf.holders for leaf in TrainState(rng=False, **parts).flatten().leaves]
+    assert holders == [(rank,), pair, mine, None]
+    promised = TrainState(rng=False, replicated=["model", "hand"], **parts)
+    assert [leaf.holders for leaf in promised.flatten().leaves] == [mine, (0, 1, 2, 3), mine, None]
+
+
+def test_promised_replicas_of_tensor_parallel_groups(tmp_path: Path) -> None:
+    launch(parts_of_a_mesh, 4, tmp_path)
+
+
 def tree_of_dtensors(rank: int) -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
