@@ -376,8 +376,9 @@ class Checkpointer:
         self._reserve(state)
         timeout_s = self._policy.rank_timeout_s
         ranks.together("looking for the run", lambda: self._see_run(run), timeout_s=timeout_s)
-        local = ranks.agree("comparing nodes", self._place.node, timeout_s=timeout_s)
-        tier.settle_in([rank for rank, node in enumerate(local) if node == self._place.node], ranks.world)
+        here = node_of(self._place.node, tier.directory) if self._memory is not None else self._place.node
+        nodes = ranks.agree("comparing nodes", here, timeout_s=timeout_s)
+        tier.settle_in([rank for rank, node in enumerate(nodes) if node == here], ranks.world)
 
         def start() -> Session:
             return Session(

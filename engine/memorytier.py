@@ -85,6 +85,9 @@ class MemoryTier:
         """Have an arena with slots of at least ``slot_bytes``: the one a former process of this rank left, if it
         fits, else a new one; what holds the adopted snapshot is kept beside it. ``held`` are arenas without a
         path, that the agent kept. Raises MemoryTooSmall before training starts."""
+        if self._arena is not None or self._room.private:
+            for arena in held:
+                arena.close()
         if self._arena is not None:
             return
         self._adopted = adopted
@@ -200,7 +203,7 @@ class MemoryTier:
             return holds, arena.info.slot_bytes
 
         best = max(fitting, key=worth, default=None)
-        for arena in found:
+        for arena in [*found, *held]:  # closing twice does nothing
             if arena is not best:
                 arena.close()
         if best is not None:

@@ -22,7 +22,8 @@ from .exchange.client import CONNECTIONS, PeerSource
 from .exchange.errors import PeerLost
 from .exchange.protocol import IO_S, TOKEN_BYTES, Offer, Proof, encode_records
 from .exchange.server import Server, Shelf
-from .format.hashing import HASH_BYTES, rank_root
+from .format.constants import HASH_BYTES
+from .format.hashing import rank_root
 from .format.vote import STATE_IMAGE
 from .memory.arena import Arena
 from .memory.process import boot_id
@@ -182,7 +183,7 @@ class Nodes:
                 node=name,
                 io_s=IO_S,
             )
-            stack.callback(lambda peer=peer: run_blocking(peer.close()))
+            stack.callback(_close, peer)
             parts.append(peer)
         if problems and not candidate.on_disk:
             raise PeerLost(
@@ -192,6 +193,10 @@ class Nodes:
                 name="memory",
             )
         return None if problems else UnionSource(parts)
+
+
+def _close(peer: PeerSource) -> None:
+    run_blocking(peer.close())
 
 
 async def _prove(source: ArenaSource, rank: int, pin: Pinned) -> tuple[int, Proof, Shelf]:
