@@ -135,9 +135,16 @@ class Checkpointer:
         """Restore ``state`` in place from the newest step that exists anywhere (or from ``step``), every byte
         proved, and return that step; None if the run has no checkpoint. All ranks get the same.
 
-        ``allow`` loosens the comparison with the checkpoint (see ``TrainState``), ``config_reason`` accepts another
-        configuration; both are recorded. Raises StateMismatch, ConfigChanged, Damaged (nothing good is left),
-        CannotTell, NoCheckpoint (for ``step``), RankError. After an error the contents of ``state`` are undefined.
+        Any number of ranks may have written it, sharded in any way. As many ranks as saved get their own values
+        back; else tensors of the job are sharded anew, what was each rank's own must be equal on all of them (or
+        allow={"ranks"}: that of the rank modulo the number that saved), random numbers are derived from rank 0's,
+        and the loader's state is what ``TrainState(reshard_loader=...)`` makes of all (or allow={"loader"}: it
+        stays as it is).
+
+        ``allow`` loosens the comparison with the checkpoint ("missing", "unexpected", "dtype", "class", "ties",
+        "rng", "ranks", "loader"), ``config_reason`` accepts another configuration; both are recorded. Raises
+        StateMismatch, ConfigChanged, Damaged (nothing good is left), CannotTell, NoCheckpoint (for ``step``),
+        RankError. After an error the contents of ``state`` are undefined.
         """
         self._check_usable()
         if self._session is not None:

@@ -48,6 +48,12 @@ class LayoutPlanner:
             self._signature = signature
         return self._current
 
+    def forget(self) -> None:
+        """Plan anew at the next save, as if it were the first. After a save that failed: a rank that planned other
+        saves than the others did (one was refused there, say) may have found other owners, and would for ever."""
+        self._owners.forget()
+        self._current = None
+
     def _build(self, leaves: Sequence[Leaf]) -> Plan:
         replicas = []
         for leaf in leaves:

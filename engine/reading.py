@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,10 +108,13 @@ class _Load:
     def run(self, opened: Callable[[], Sequence[Source]]) -> Filled:
         phases = self.phases
         checkpoint, plan = phases.each(lambda: self._compare(Checkpoint(opened())))
-        self._settle(checkpoint, plan)
+        told = phases.share([bool(plan.extra), sorted(self._special())])
+        if any(extra for extra, _ in told):
+            self._settle(checkpoint, plan)
         unequal: dict[str, list[int]] = {}
         if self.own is None and checkpoint.world > 1:
-            unequal = phases.from_first(lambda: _unequal(checkpoint, self._special()))
+            special = {part for _, parts in told for part in parts}
+            unequal = phases.from_first(lambda: _unequal(checkpoint, special))
         phases.each(lambda: self._check(checkpoint, plan, unequal))
         with checkpoint.filling(phases, lambda: self._asked(plan)) as fill_now:
             return phases.each(lambda: self._fill(checkpoint, plan, fill_now))
@@ -133,11 +136,15 @@ class _Load:
             return checkpoint, self._plan_elsewhere(checkpoint)
         [mine] = checkpoint.images([self.first])
         plan = plan_restore(self.state, Skeleton.of(mine), allow=self.allow, parts=self.parts)
-        if plan.incomplete:
-            others = whose.representatives(checkpoint.layouts, self.first)
-            if len(others) > 1:
-                skeleton = merged(checkpoint.images(others))
-                plan = plan_restore(self.state, skeleton, allow=self.allow, parts=self.parts)
+        others = whose.representatives(checkpoint.layouts, self.first) if plan.missing else []
+        if len(others) > 1:
+            # Another partition than at the save: what is not here may be there. What this rank does not take of
+            # others' they tell themselves.
+            skeleton = merged(checkpoint.images(others))
+            wider = plan_restore(self.state, skeleton, allow=self.allow, parts=self.parts)
+            if wider.missing < plan.missing:
+                wider.keep_extra({extra.where for extra in plan.extra})
+                plan = wider
         return checkpoint, plan
 
     def _special(self) -> set[str]:
@@ -171,9 +178,6 @@ class _Load:
 
     def _settle(self, checkpoint: Checkpoint, plan: RestorePlan) -> None:
         """What this rank does not take is unexpected only if no rank takes it."""
-        extra = plan.extra
-        if not any(self.phases.share(bool(extra))):
-            return
         layouts = checkpoint.layouts
 
         def names(entries: Sequence[Entry], places: Collection[str]) -> set[bytes]:
@@ -201,12 +205,13 @@ class _Load:
                 told = f"another value on rank(s) {_some(ranks)} than on rank 0"
                 plan.differ("ranks", f"{path}: {told}; {_WHAT_TO_DO}")
         wanted = [entry for entry, _ in plan.wanted() if entry.part != LOADER or self.own is not None]
-        doubt = whose.doubtful(wanted, checkpoint.layouts, self.own)
+        own = self.own is not None
+        doubt = whose.doubtful(wanted, checkpoint.layouts, self.first, own=own)
         if doubt:
             self.equal = _proved(checkpoint, doubt)
             self.loose = set(doubt) - self.equal
         for part, key in sorted(self.loose):
-            told = f"the own tensor of each of rank(s) {_some(doubt[part, key])}, and not equal"
+            told = f"the own tensor of each of rank(s) {_some(sorted(doubt[part, key]))}, and not equal"
             plan.differ("ranks", f"{part}/{key}: {told}; {_WHAT_TO_DO}")
         plan.raise_mismatches()
 
@@ -218,9 +223,7 @@ class _Load:
         readers = [self._reader(entry, source) for (entry, _), source in zip(wanted, sources, strict=True)]
         return wanted, readers, self.equal | self.loose
 
-    def _fill(
-        self, checkpoint: Checkpoint, plan: RestorePlan, fill_now: Callable[[], FillReport]
-    ) -> Filled:
+    def _fill(self, checkpoint: Checkpoint, plan: RestorePlan, fill_now: Callable[[], FillReport]) -> Filled:
         report = fill_now()
         loosened = plan.finish()
         if self.own is None and RNG in self._special() and self.phases.rank == 0:
@@ -278,25 +281,28 @@ def _unequal(checkpoint: Checkpoint, special: Collection[str]) -> dict[str, list
     return {path: sorted(set(ranks)) for path, ranks in sorted(found.items())[:TOLD_MAX]}
 
 
-def _proved(checkpoint: Checkpoint, doubt: dict[Key, list[int]]) -> set[Key]:
+def _proved(checkpoint: Checkpoint, doubt: Mapping[Key, whose.Holders]) -> set[Key]:
     """The keys of ``doubt`` whose tensors are equal on all their ranks: by their images' hashes, else by content."""
     layouts = checkpoint.layouts
     roots = checkpoint.roots(whose.images_of(doubt, layouts))
     equal = whose.equal_by_image(doubt, layouts, roots)
-    left: dict[Key, list[Entry]] = {}
-    for key, ranks in doubt.items():
-        entries = [whose.find(layouts[rank], key) for rank in ranks]
-        kinds = {(entry.dtype, entry.shape, entry.boxes) for entry in entries}
-        if key not in equal and len(kinds) == 1:
-            left[key] = entries
-    if sum(entry.nbytes for entries in left.values() for entry in entries) > PROOF_BYTES_MAX:
+    left = {
+        key: holders
+        for key, holders in doubt.items()
+        if key not in equal and len({(e.dtype, e.shape, e.boxes) for e in holders.values()}) == 1
+    }
+    if sum(entry.nbytes for holders in left.values() for entry in holders.values()) > PROOF_BYTES_MAX:
         return equal
-    pairs = [(entry, memoryview(bytearray(entry.nbytes))) for entries in left.values() for entry in entries]
-    checkpoint.fill(pairs, [rank for key in left for rank in doubt[key]])
-    views = iter(view for _, view in pairs)
-    for key, entries in left.items():
-        some = [next(views) for _ in entries]
-        if all(view == some[0] for view in some[1:]):
+    wanted, readers = [], []
+    for holders in left.values():
+        for rank, entry in holders.items():
+            wanted.append((entry, memoryview(bytearray(entry.nbytes))))
+            readers.append(rank)
+    checkpoint.fill(wanted, readers)
+    views = iter(view for _, view in wanted)
+    for key, holders in left.items():
+        first, *others = [next(views) for _ in holders]
+        if all(view == first for view in others):
             equal.add(key)
     return equal
 

@@ -40,7 +40,9 @@ class Checkpoint:
         self.step = sources[0].step
         self.world = sources[0].world
         self.tier = "disk" if isinstance(sources[0], DurableSource) else "memory"
-        self.layouts: list[Layout] = self._of_each(range(self.world), lambda source, rank: source.layout(rank))
+        self.layouts: list[Layout] = self._of_each(
+            range(self.world), lambda source, rank: source.layout(rank)
+        )
 
     def images(self, ranks: Sequence[int]) -> list[Saved]:
         """The state images of ``ranks``, in that order."""
@@ -64,12 +66,12 @@ class Checkpoint:
     def roots(self, images: Collection[tuple[int, str]]) -> dict[tuple[int, str], bytes]:
         """The roots of images by (rank, name)."""
         ranks = sorted({rank for rank, _ in images})
-        records = dict(zip(ranks, self._of_each(ranks, lambda source, rank: source.records(rank)), strict=True))
+        records = dict(
+            zip(ranks, self._of_each(ranks, lambda source, rank: source.records(rank)), strict=True)
+        )
         return {(rank, name): records[rank][name].root for rank, name in images}
 
-    def fill(
-        self, wanted: Wanted, readers: Sequence[int | None], equal: Collection[Key] = ()
-    ) -> FillReport:
+    def fill(self, wanted: Wanted, readers: Sequence[int | None], equal: Collection[Key] = ()) -> FillReport:
         """Fill ``wanted``, each as the rank at the save that ``readers`` says (see :func:`plan_reads`)."""
         reads = self._reads([entry for entry, _ in wanted], readers, equal)
         return self._told(run_blocking(fill(self._sources, reads, _targets(wanted))))
@@ -97,7 +99,9 @@ class Checkpoint:
             self._warn(f"{fallback.source}: {fallback.error}; the bytes came from {fallback.served_by}")
         return report
 
-    def _reads(self, entries: Sequence[Entry], readers: Sequence[int | None], equal: Collection[Key]) -> list[Read]:
+    def _reads(
+        self, entries: Sequence[Entry], readers: Sequence[int | None], equal: Collection[Key]
+    ) -> list[Read]:
         found: list[Read] = []
         for reader in dict.fromkeys(readers):
             some = [at for at, other in enumerate(readers) if other == reader]

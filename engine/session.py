@@ -273,6 +273,8 @@ class Session:
 
     def _note(self, progress: Progress) -> None:
         self.outcomes.note(progress)
+        if progress.stage == "failed":
+            self._snapshots.replan()
         written = progress.stage == "voted" and progress.rank == self._ranks.rank
         if progress.incarnation == self._record.number and (written or progress.stage in FINISHED):
             pin = self._pins.pop(progress.step, None)

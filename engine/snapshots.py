@@ -55,6 +55,10 @@ class Snapshots:
         self.waited_s = 0.0
         """Seconds that optimizer hooks waited for late copies, all together."""
 
+    def replan(self) -> None:
+        """Find owners of replicated entries anew at the next snapshot."""
+        self._planner.forget()
+
     def holds(self, step: int) -> bool:
         return self.newest is not None and self.newest.step == step
 

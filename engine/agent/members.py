@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable
@@ -140,6 +141,16 @@ class Members:
             self._members.pop((member.incarnation, member.rank))
             self._stop(member)
         return gone
+
+    def let_go(self, *, nameless: bool = False) -> None:
+        """Forget the arenas of ranks that the newest incarnation does not have, once their files were removed;
+        with ``nameless`` those that never had a file, too. Their memory comes back with the last mapping."""
+        present = {member.rank for member in self.of_newest()}
+        for rank in [rank for rank in self._arenas if rank not in present]:
+            with contextlib.suppress(EverstepError):
+                path = self._arenas[rank].info.path
+                if nameless if path is None else not path.exists():
+                    del self._arenas[rank]
 
     def leave(self, member: Member, farewell: str) -> None:
         member.farewell = farewell

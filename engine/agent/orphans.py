@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from everstep.backends.errors import BackendError
 from everstep.errors import EverstepError
+from everstep.memory.process import Process
 from everstep.store.commit import next_attempt
 
 from .members import KEPT, Member, find_snapshot
@@ -82,13 +84,16 @@ class Orphans:
         arenas = self._service.members.arenas()
         pipeline = await self._service.open_pipeline()
         lineage = await pipeline.fence.look()
-        held = [{(found.incarnation, found.step) for found in arena.snapshots()} for arena in arenas.values()]
-        common = set.intersection(*held) if held else set()
+        held: dict[tuple[int, int], set[int]] = defaultdict(set)
+        for rank, arena in arenas.items():
+            for found in arena.snapshots():
+                held[found.key].add(rank)
+        # Each by its own number of ranks: arenas of a former, larger world stay for as long as they may be needed.
         worlds = pipeline.fence.worlds
         fitting = [
-            (incarnation, step)
-            for incarnation, step in common
-            if lineage.counts(incarnation, step) and sorted(arenas) == list(range(worlds.get(incarnation, 0)))
+            key
+            for key, ranks in held.items()
+            if lineage.counts(*key) and ranks == set(range(worlds.get(key[0], 0)))
         ]
         return max(fitting, default=None)
 
@@ -99,12 +104,13 @@ class Orphans:
         if manifest is not None:
             return True
         log.info("all trainers are gone; making step %d of incarnation %d durable", step, incarnation)
-        arenas = service.members.arenas()
-        for rank, arena in arenas.items():
+        arenas, world = service.members.arenas(), pipeline.fence.worlds[incarnation]
+        for rank in range(world):
+            arena = arenas[rank]
             snapshot = find_snapshot(arena, incarnation, step)
             if snapshot is None:
                 return False
-            member = self._member_for(rank, incarnation, len(arenas))
+            member = self._member_for(rank, incarnation, world)
             entry = service.entry_of(member, step, snapshot.index, snapshot.generation, attempt, "full")
             await pipeline.add(entry, service.pin_of(member, snapshot.index, snapshot.generation))
         flush = pipeline.find(incarnation, step)
@@ -114,8 +120,10 @@ class Orphans:
 
     def _member_for(self, rank: int, incarnation: int, world: int) -> Member:
         """Who the job is entered for: the rank as it was in that incarnation, whose record says the same
-        world."""
-        last = next(member for member in reversed(self._service.members.all()) if member.rank == rank)
+        world. Of a rank that is no more, the arena tells."""
         arena = self._service.members.arenas()[rank]
-        path = "" if arena.info.path is None else str(arena.info.path)
-        return Member(last.run_id, rank, world, incarnation, None, last.process, arena, path)
+        info = arena.info
+        path = "" if info.path is None else str(info.path)
+        last = next((member for member in reversed(self._service.members.all()) if member.rank == rank), None)
+        process = last.process if last is not None else info.owner or Process.current()
+        return Member(info.run_id, rank, world, incarnation, None, process, arena, path)

@@ -139,6 +139,7 @@ class Service:
         since = time.monotonic()
         while not self.stopped.is_set():
             await asyncio.sleep(IDLE_LOOK_S)
+            self.members.let_go()
             if not self.idle:
                 since = time.monotonic()
             elif self._draining or time.monotonic() - since >= self._linger_s:
@@ -427,6 +428,8 @@ class Service:
     def rotate(self, incarnation: int) -> None:
         """After a commit, and when the storage was full: what retention gives up, or gave up since it was changed,
         is the room that the next flush needs. On the node that has rank 0."""
+        if incarnation == self.members.newest:
+            self.members.let_go(nameless=True)
         if self._rotator is not None and 0 in self.members.arenas():
             self._rotator.want(max(incarnation, self.members.newest))
 

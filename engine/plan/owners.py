@@ -76,6 +76,10 @@ class Owners:
         self._owners = owners
         return {key: found for key, (_, found) in owners.items()}
 
+    def forget(self) -> None:
+        """Give all keys an owner anew at the next call."""
+        self._owners = {}
+
     def _grouped(self, replicas: Sequence[Replica]) -> list[_Group]:
         """By holders; supersets come before their subsets."""
         groups: dict[tuple[int, ...], _Group] = {}

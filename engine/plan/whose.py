@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from ..format.entries import Entry, Layout, Scope
+from ..format.entries import Entry, ImageSpec, Layout, Scope
 
 Key = tuple[str, str]
 """(part, key)"""
@@ -44,22 +44,27 @@ def alike(layouts: Sequence[Layout]) -> list[list[int]]:
     return list(groups.values())
 
 
-def doubtful(wanted: Iterable[Entry], layouts: Sequence[Layout], own: int | None) -> dict[Key, list[int]]:
-    """Keys of ``wanted`` that several ranks have, each for itself, and nothing says whose counts: with those ranks.
+Holders = dict[int, Entry]
+"""By rank: the entry that it stored for itself."""
 
-    ``own``: the rank at the save that the reader is (None: another number of ranks wrote it). What it has for
-    itself is settled, unless it is wanted as a region of a tensor of the whole job.
+
+def doubtful(
+    wanted: Iterable[Entry], layouts: Sequence[Layout], first: int, *, own: bool
+) -> dict[Key, Holders]:
+    """Keys of ``wanted`` that several ranks have, each for itself, and nothing says whose counts: with what they have.
+
+    ``first``: the rank at the save whose structure the reader takes. ``own``: it is that rank, and what that one has
+    for itself is settled, unless it is wanted as a region of a tensor of the whole job.
     """
-    mine = {(e.part, e.key) for e in layouts[own].entries if e.image is not None} if own is not None else set()
+    scopes = {(e.part, e.key): e.scope for e in layouts[first].entries}
     open_keys: set[Key] = set()
     for entry in wanted:
-        key = (entry.part, entry.key)
-        if entry.scope is Scope.GLOBAL or key not in mine:
-            open_keys.add(key)
-    if not open_keys:
-        return {}
-    holders: dict[Key, list[int]] = {}
-    for rank, layout in enumerate(layouts):
+        scope = scopes.get((entry.part, entry.key))
+        settled = scope is Scope.GLOBAL or (own and scope is not None and entry.scope is not Scope.GLOBAL)
+        if not settled:
+            open_keys.add((entry.part, entry.key))
+    holders: dict[Key, Holders] = {}
+    for rank, layout in enumerate(layouts if open_keys else ()):
         for entry in layout.entries:
             key = (entry.part, entry.key)
             if key not in open_keys:
@@ -68,43 +73,37 @@ def doubtful(wanted: Iterable[Entry], layouts: Sequence[Layout], own: int | None
                 open_keys.discard(key)
                 holders.pop(key, None)
             elif entry.image is not None:
-                holders.setdefault(key, []).append(rank)
-    return {key: ranks for key, ranks in holders.items() if len(ranks) > 1}
+                holders.setdefault(key, {})[rank] = entry
+    return {key: found for key, found in holders.items() if len(found) > 1}
+
+
+def images_of(doubt: Mapping[Key, Holders], layouts: Sequence[Layout]) -> set[tuple[int, str]]:
+    """(rank, image name) of all images that hold a key of ``doubt``."""
+    return {
+        (rank, _image_of(layouts[rank], entry).name)
+        for holders in doubt.values()
+        for rank, entry in holders.items()
+    }
 
 
 def equal_by_image(
-    doubt: Mapping[Key, Sequence[int]],
-    layouts: Sequence[Layout],
-    roots: Mapping[tuple[int, str], bytes],
+    doubt: Mapping[Key, Holders], layouts: Sequence[Layout], roots: Mapping[tuple[int, str], bytes]
 ) -> set[Key]:
-    """Keys of ``doubt`` whose tensors are equal on all their ranks because the images that hold them are. ``roots``
-    by (rank, image name)."""
-    return {key for key, ranks in doubt.items() if len({_image_of(layouts[r], key, r, roots) for r in ranks}) == 1}
-
-
-def images_of(doubt: Mapping[Key, Sequence[int]], layouts: Sequence[Layout]) -> set[tuple[int, str]]:
-    """(rank, image name) of all images that hold a key of ``doubt``."""
+    """Keys of ``doubt`` whose tensors are equal on all their ranks because the images that hold them are, and they
+    lie at one place of these. ``roots`` by (rank, image name)."""
     found = set()
-    for (part, key), ranks in doubt.items():
-        for rank in ranks:
-            entry = find(layouts[rank], (part, key))
-            assert entry.image is not None
-            found.add((rank, layouts[rank].images[entry.image].name))
+    for key, holders in doubt.items():
+        seen = set()
+        for rank, entry in holders.items():
+            image = _image_of(layouts[rank], entry)
+            seen.add((image.header, entry.offset, roots[rank, image.name]))
+        if len(seen) == 1:
+            found.add(key)
     return found
 
 
-def find(layout: Layout, key: Key) -> Entry:
-    """The stored entry ``key`` of a layout that has it."""
-    return next(e for e in layout.entries if (e.part, e.key) == key and e.image is not None)
-
-
-def _image_of(
-    layout: Layout, key: Key, rank: int, roots: Mapping[tuple[int, str], bytes]
-) -> tuple[int, bytes, bytes, int]:
-    entry = find(layout, key)
-    assert entry.image is not None
-    image = layout.images[entry.image]
-    return image.nbytes, image.header, roots[rank, image.name], entry.offset
+def _image_of(layout: Layout, entry: Entry) -> ImageSpec:
+    return layout.images[entry.image or 0]
 
 
 def names_of(

@@ -89,8 +89,9 @@ def reshard_loader_state(state: TrainState, stored: list[Any], rank: int, world:
 
 class _Seeds:
     def __init__(self, stored: dict[str, Any], world: int, rank: int) -> None:
-        name, key, *rest = stored["numpy"]
-        numpy_state = [str(name), np.ascontiguousarray(key, dtype="<u4").tobytes(), *rest]
+        name, key, position, has_gauss, gauss = stored["numpy"]
+        array = np.ascontiguousarray(key, dtype="<u4").tobytes()
+        numpy_state = [str(name), array, int(position), int(has_gauss), float(gauss)]
         source = [stored["python"], numpy_state, stored["torch"], list(stored["cuda"]), world, rank]
         self._source = msgspec.msgpack.encode(source)
 

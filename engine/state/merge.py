@@ -11,6 +11,7 @@ import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 import msgspec
 
@@ -67,7 +68,7 @@ class _Same(Sequence[int]):
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, index: object) -> int:  # type: ignore[override]
+    def __getitem__(self, index: Any) -> Any:
         return self._number
 
 
@@ -219,7 +220,7 @@ def holds_refs(node: Node) -> bool:
 
 def _pairs(node: Node) -> dict[bytes, tuple[Node, Node]] | None:
     """{the key's bytes: (key node, node)} of a dict-like node, else None."""
-    items = node if type(node) is dict else None
+    items: Node = node if type(node) is dict else None
     tag = tag_of(node)
     if tag in ITEM_TAGS:
         items = node[ITEM_TAGS[tag]]
@@ -313,7 +314,9 @@ def _unite_metadata(mine: Node, other: Node) -> None:
 
 
 def _united_optimizer(mine: Node, other: Node) -> Node:
-    mine["state"] = _with_pairs(mine["state"], {**(_pairs(other["state"]) or {}), **_own(mine["state"])})
+    mine["state"] = _with_pairs(
+        mine["state"], {**(_pairs(other["state"]) or {}), **(_pairs(mine["state"]) or {})}
+    )
     groups, theirs = _elements(mine["param_groups"]) or [], _elements(other["param_groups"]) or []
     known = {name for group in groups for name in _elements(group["params"]) or []}
     for group in theirs:
@@ -325,10 +328,6 @@ def _united_optimizer(mine: Node, other: Node) -> Node:
             short = {key: [Tag.LIST.value, [some[at] for at in kept]] for key, some in lists.items()}
             groups.append({**group, **short})
     return mine
-
-
-def _own(node: Node) -> dict[bytes, tuple[Node, Node]]:
-    return _pairs(node) or {}
 
 
 # ---------------------------------------------------------------------------------------------- comparing
@@ -370,9 +369,13 @@ def _differing_optimizer(mine: Node, other: Node, path: str) -> Iterator[str]:
         if name in other["state"]:
             yield from _differing(value, other["state"][name], f"{path}/state/{_component(name)}")
     groups, theirs = _elements(mine["param_groups"]) or [], _elements(other["param_groups"]) or []
-    for at, (group, more) in enumerate(zip(groups, theirs, strict=False)):
-        for name in sorted((set(group) & set(more)) - _NAMED):
-            yield from _differing(group[name], more[name], f"{path}/param_groups/[{at}]/{name}")
+    # Pipeline stages need not have the same groups: those that share a parameter are compared.
+    number_of = {name: at for at, group in enumerate(theirs) for name in _elements(group["params"]) or []}
+    for at, group in enumerate(groups):
+        shared = {number_of[name] for name in _elements(group["params"]) or [] if name in number_of}
+        for more in (theirs[number] for number in sorted(shared)):
+            for name in sorted((set(group) & set(more)) - _NAMED):
+                yield from _differing(group[name], more[name], f"{path}/param_groups/[{at}]/{name}")
 
 
 # ---------------------------------------------------------------------------------------------- selecting

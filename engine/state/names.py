@@ -9,6 +9,7 @@ Names are found anew at each save: a parameter may be replaced at any time, and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,24 +36,29 @@ def parameter_names(state: TrainState) -> dict[int, str]:
     for part, path, module in state.modules():
         prefix = "".join(f"{step}." for step in (*(() if part == MODEL else (part,)), *path))
         texts, parameters = objects.all_parameters(module, prefix)
-        # Backwards, and what was known before last: the first name of each parameter stays.
-        found = dict(zip(map(id, reversed(parameters)), reversed(texts), strict=True))
-        found.update(names)
-        if len(set(found.values())) < len(found):
-            _drop_second(found, names, part in chunks)
-        names = found
+        # Thousands at each save: one by one only where a parameter or a name is met again.
+        united = {**names, **dict(zip(map(id, parameters), texts, strict=True))}
+        if len(united) < len(names) + len(texts) or len(set(united.values())) < len(united):
+            united = _first_names(names, zip(texts, parameters, strict=True), part in chunks)
+        names = united
     return names
 
 
-def _drop_second(found: dict[int, str], names: dict[int, str], chunk: bool) -> None:
-    """Take out of ``found`` what has the name of something in ``names``, or of another one in ``found``."""
+def _first_names(
+    names: dict[int, str], more: Iterable[tuple[str, torch.nn.Parameter]], chunk: bool
+) -> dict[int, str]:
+    """``names`` and ``more``: the first name of each parameter, the first parameter of each name."""
+    found = dict(names)
     owners = {name: owner for owner, name in names.items()}
-    for owner, name in list(found.items()):
-        if owners.setdefault(name, owner) == owner:
+    for name, parameter in more:
+        if id(parameter) in found:
             continue
-        if chunk:
+        if name not in owners:
+            owners[name] = id(parameter)
+            found[id(parameter)] = name
+        elif chunk:
             raise two_of_one_name(name)
-        del found[owner]
+    return found
 
 
 class Asker:

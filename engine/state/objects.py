@@ -13,23 +13,17 @@ from ..errors import StateError
 
 _WRAPPED_IN = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
 
+_LEFT_OUT = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Names of modules inside wrappers whose state dicts leave these names out by themselves."""
+
 _WRAPPERS = (
     ("torch.nn.parallel", "DistributedDataParallel", "module"),
     ("torch.nn.parallel", "DataParallel", "module"),
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
-    (
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-        "ActivationWrapper",
-        "_checkpoint_wrapped_module",
-    ),
-    (
-        "torch.distributed.fsdp.fully_sharded_data_parallel",
-        "FullyShardedDataParallel",
-        "_fsdp_wrapped_module",
-    ),
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", _LEFT_OUT[0]),
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", _LEFT_OUT[1]),
 )
-"""Modules around a module: where the class is found, its name, and the name that it gives the module inside. The
-state dicts of the last two name what is inside as if they were not there."""
+"""Modules around a module: where the class is found, its name, and the name that it gives the module inside."""
 
 
 def is_stateful(value: object) -> bool:
@@ -92,9 +86,10 @@ def _wrapper_prefixes(module: torch.nn.Module, content: Mapping[str, Any]) -> li
     if not any(f"{name}." in joined for name in _WRAPPED_IN.values()):
         return []
     found = [
-        (f"{name}.{_WRAPPED_IN[kind]}.", f"{name}.")
+        (f"{place}.{_WRAPPED_IN[kind]}.", f"{place}.")
         for name, child in module.named_modules(remove_duplicate=False)
         if name and inner_of(child) is not None
+        for place in [".".join(step for step in name.split(".") if step not in _LEFT_OUT)]
         for kind in [cls.__name__ for cls in type(child).__mro__ if cls.__name__ in _WRAPPED_IN][:1]
     ]
     return sorted(found, key=lambda pair: -len(pair[0]))
@@ -168,16 +163,23 @@ def is_plain_module(module: torch.nn.Module) -> bool:
         _from_torch(module, "load_state_dict", "state_dict")
         and type(module).load_state_dict is base.load_state_dict
         and all(
-            not child._load_state_dict_pre_hooks
-            and not child._load_state_dict_post_hooks
-            and not child._state_dict_hooks
-            and not child._state_dict_pre_hooks
+            not child._state_dict_hooks
+            and all(map(_only_shards, child._load_state_dict_pre_hooks.values()))
+            and all(map(_only_shards, child._load_state_dict_post_hooks.values()))
+            and all(map(_only_shards, child._state_dict_pre_hooks.values()))
             and _from_torch(child, "_load_from_state_dict", "_save_to_state_dict", "state_dict")
             and type(child).get_extra_state is base.get_extra_state
             and type(child).set_extra_state is base.set_extra_state
             for child in module.modules()
         )
     )
+
+
+def _only_shards(hook: Any) -> bool:
+    """Whether a hook is FSDP2's own: before, it brings parameters into their sharded form, in which asking the module
+    for its state has put them already; after, it looks for parameters in new memory."""
+    inner = getattr(hook, "hook", hook)
+    return str(getattr(inner, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard.")
 
 
 def _from_torch(module: torch.nn.Module, *methods: str) -> bool:

@@ -19,6 +19,7 @@ from ..errors import StateError, StateMismatch
 from . import keys, objects
 from .chunks import ChunkOptimizers
 from .plan_base import Ledger, StoredTensor
+from .sharded import local_of
 from .tensors import as_bytes_view
 
 _NOT_OPTIONS = frozenset({"params", "param_names"})
@@ -505,7 +506,8 @@ def _exact(stored: Any, placed: Any) -> Any:
         if placed.dtype == stored.dtype:
             return placed
         cast = stored.to(device=placed.device, dtype=placed.dtype)
-        if cast.shape != placed.shape or not torch.equal(as_bytes_view(cast), as_bytes_view(placed)):
+        mine, other = as_bytes_view(local_of(cast)), as_bytes_view(local_of(placed))
+        if cast.shape != placed.shape or not torch.equal(mine, other):
             # No mere cast: the optimizer's own load_state_dict made something else of it on purpose.
             return placed
         return stored.to(device=placed.device)

@@ -133,6 +133,11 @@ class Ledger:
         self.dropped |= indices
         self.extra.append(Extra(where, f"{where}: {text}", indices))
 
+    def keep_extra(self, places: Collection[str]) -> None:
+        """Forget what is unexpected elsewhere than at, or inside of, ``places``."""
+        above = tuple(f"{place}/" for place in places)
+        self.extra = [e for e in self.extra if e.where in places or e.where.startswith(above)]
+
     def settle_extra(self, taken: Callable[[Extra], bool] = lambda extra: False) -> None:
         """Make differences of what is unexpected, but for what another rank of the job has ``taken``."""
         for extra in self.extra:
@@ -185,7 +190,7 @@ class Ledger:
         if not self.fits(live, index, where):
             return
         held = held_by(live)
-        memory = memory_of(live) if held is None else _memory_of_pieces(held)
+        memory = _memory(live, held)
         if memory is not None:
             other = self.claims.setdefault(memory, index)
             if other != index:
@@ -224,7 +229,7 @@ class Ledger:
         if not same or index in self.targets or _unfillable(live) is not None:
             return False
         held = held_by(live)
-        memory = memory_of(live) if held is None else _memory_of_pieces(held)
+        memory = _memory(live, held)
         if memory in self.claims or (memory is None and held is None):
             return False
         self.claim(live, index, "")
@@ -331,7 +336,10 @@ def _unfillable(live: torch.Tensor | Shards) -> tuple[str, str] | None:
     return None
 
 
-def _memory_of_pieces(held: Held) -> tuple[Any, ...] | None:
+def _memory(live: torch.Tensor | Shards, held: Held | None) -> tuple[Any, ...] | None:
+    """What identifies the elements that this rank has of ``live``; None where it has none."""
+    if held is None:
+        return memory_of(live) if isinstance(live, torch.Tensor) else None
     return tuple(map(memory_of, held.pieces)) if any(box.volume for box in held.boxes) else None
 
 

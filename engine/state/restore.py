@@ -56,9 +56,7 @@ class _Plan:
             view = writable_bytes(slot.tensor)
             assert view is not None, "slots are contiguous CPU tensors"
             scope = Scope.GLOBAL if slot.sharded else stored.scope
-            entry = replace(
-                stored, boxes=(slot.box,), scope=scope, image=None, offset=0, nbytes=view.nbytes
-            )
+            entry = replace(stored, boxes=(slot.box,), scope=scope, image=None, offset=0, nbytes=view.nbytes)
             found.append((entry, view))
         return found
 
@@ -98,14 +96,18 @@ class RestorePlan(_Plan):
     def entries_of(self, extra: Extra) -> list[Entry]:
         return [self._ledger.entry(index) for index in sorted(extra.indices)]
 
-    @property
-    def incomplete(self) -> bool:
-        """Whether the target has something that the checkpoint lacks, as far as it was looked at."""
-        return self._ledger.missing > 0 or any("nothing:" in text for text in self._ledger.mismatches)
-
     def settle(self, taken: Callable[[Extra], bool] = lambda extra: False) -> None:
         """Make differences of what this target does not take, but for what another rank has ``taken``."""
         self._ledger.settle_extra(taken)
+
+    @property
+    def missing(self) -> int:
+        """How much of the target the checkpoint lacks, as far as it was looked at."""
+        return self._ledger.missing
+
+    def keep_extra(self, places: Collection[str]) -> None:
+        """Leave what is unexpected elsewhere than at, or inside of, ``places`` to others."""
+        self._ledger.keep_extra(places)
 
     def differ(self, kind: str, text: str) -> None:
         """Note a difference that was found elsewhere."""
@@ -151,7 +153,9 @@ def plan_restore(
     Differences are collected in the plan; settle what is unexpected, then ``raise_mismatches``. Raises Damaged for
     a checkpoint that contradicts itself.
     """
-    return _Restore(TrainState.of(target), stored, checked_allow(allow), parts, derive or {}, reshard or {}).plan()
+    return _Restore(
+        TrainState.of(target), stored, checked_allow(allow), parts, derive or {}, reshard or {}
+    ).plan()
 
 
 class _Restore:

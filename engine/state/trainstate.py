@@ -16,7 +16,6 @@ from .names import Asker
 from .registry import ObjectState, type_name
 from .rng import RandomState
 from .sharded import local_of
-from .sharded import local_of
 from .tree import FlatState, Leaf, flatten
 
 BARE_PART = "bare_value"
@@ -270,7 +269,7 @@ class TrainState:
             for _, _, module in self.modules():
                 parameters += objects.replicated_parameters(module)
                 buffers += objects.broadcast_buffers(module)
-        self._global_addresses = frozenset(parameter.data_ptr() for parameter in parameters) - {0}
+        self._global_addresses = frozenset(local_of(parameter).data_ptr() for parameter in parameters) - {0}
         whole = [value for one in self.optimizers() for value in _kept_whole(one)]
         self._first_addresses = frozenset(tensor.data_ptr() for tensor in (*buffers, *whole)) - {0}
         self._global_state = {}

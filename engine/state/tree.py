@@ -27,7 +27,8 @@ AskOf = Callable[[Any, str], Any]
 """(object with state, its place for messages) -> its state."""
 
 ScopeOf = Callable[[str, tuple[Any, ...], torch.Tensor], Scope]
-"""(part, typed path, tensor) -> whose the tensor is."""
+"""(part, typed path, tensor) -> whose the tensor is; of a DTensor, what it holds here. GLOBAL for one that is sharded
+in any case says that ranks outside its mesh hold the same."""
 
 _STRIDED = torch.strided
 _RANK = Scope.RANK
@@ -263,7 +264,7 @@ class TreeEncoder(Encoder):
         if isinstance(value, torch.Tensor):
             return self._tensor_subclass(value, text, path)
         if isinstance(value, Shards):
-            return self._sharded(value, text)
+            return self._sharded(value, text, path)
         node = foreign.other(self, value, text)
         if node is not None:
             return node
@@ -279,7 +280,7 @@ class TreeEncoder(Encoder):
     def where(self, text: str) -> str:
         return f"{self.part}/{text}" if text else self.part
 
-    def _sharded(self, value: Any, text: str) -> Node | None:
+    def _sharded(self, value: Any, text: str, path: Path) -> Node | None:
         """A value of which this rank holds regions, as a leaf of the whole job; None if ``value`` is none."""
         key = sharded.identity(value)
         index = self._sharded_at.get(key)
@@ -290,6 +291,11 @@ class TreeEncoder(Encoder):
                 return None
             if self._in_key:
                 raise self.refuse(value, text, "a tensor cannot be a key or an element of a set")
+            local = sharded.local_of(value)
+            # Shards and ShardedTensors say themselves who holds the same.
+            known = self._scope is not None and type(local) is torch.Tensor
+            if known and self._scope(self.part, path, local) is Scope.GLOBAL:  # type: ignore[misc]
+                held = sharded.holders_everywhere(value, held)
             if any(piece.is_neg() or piece.is_conj() for piece in held.pieces):
                 held = replace(held, pieces=tuple([resolve(piece) for piece in held.pieces]))
             index = self._sharded_at[key] = len(self.leaves)
@@ -301,7 +307,7 @@ class TreeEncoder(Encoder):
         return _reference(value, index) if isinstance(value, torch.Tensor) else [_REF, index]
 
     def _tensor_subclass(self, value: torch.Tensor, text: str, path: Path) -> Node:
-        node = self._sharded(value, text)
+        node = self._sharded(value, text, path)
         if node is not None:
             return node
         if isinstance(value, UninitializedTensorMixin):

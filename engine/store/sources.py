@@ -226,6 +226,7 @@ class ArenaSource:
         self.world = len(pins) if world is None else world
         self._pins = dict(pins)
         self._records: dict[int, asyncio.Task[dict[str, ImageRecord]]] = {}
+        self._layouts: dict[str, asyncio.Task[Layout]] = {}
         found = {(pin.info.incarnation, pin.info.step) for pin in pins.values()}
         if len(found) > 1:
             raise Damaged(
@@ -248,7 +249,7 @@ class ArenaSource:
         found = layout_hash(encoded)
         if found != pinned.info.layout_hash:
             raise Damaged(f"{name} is damaged", found=found, expected=pinned.info.layout_hash, name=name)
-        layout = await asyncio.to_thread(decode, encoded)
+        layout = await once(self._layouts, found, lambda: asyncio.to_thread(decode, encoded))
         check_images(layout, await self.records(rank), name)
         return layout
 

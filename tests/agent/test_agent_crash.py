@@ -102,6 +102,27 @@ def test_a_journaled_job_whose_slot_is_gone_is_dropped(place: Place, start: Star
     assert trainer.call("verdict", 6)[0] == "committed"
 
 
+def test_all_trainers_of_a_smaller_world_killed(place: Place, start: Start) -> None:
+    """The arena of a rank that is no more hides nothing: each W counts by its own number of ranks."""
+    place.with_settings(linger_s=30.0).incarnation(world=3)
+    former = [start(rank, 3) for rank in range(3)]
+    for trainer in former:
+        trainer.call("connect")
+        trainer.call("snapshot", 5)
+    for trainer in former:
+        trainer.kill()
+    until(lambda: place.durable() == [(1, 5)], "the former world's W")
+    place.incarnation(adopted=(1, 5), world=2)
+    present = [start(rank, 2, 2) for rank in range(2)]
+    for trainer in present:
+        trainer.call("connect")
+        trainer.call("snapshot", 6)
+    for trainer in present:
+        trainer.kill()
+    until(lambda: place.durable() == [(1, 5), (2, 6)], "the present world's W")
+    place.check(2, 6, world=2)
+
+
 def test_all_trainers_killed(place: Place, start: Start) -> None:
     """W is the newest step that both hold: 5, though rank 0 was at 6 already."""
     place.incarnation(world=2)

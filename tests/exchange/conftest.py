@@ -41,7 +41,7 @@ def root(tmp_path: Path) -> Path:
 def job(root: Path, nodes: list[str]) -> Iterator[Job]:
     made = Job(root)
     yield made
-    made.kill()
+    made.end()
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@ processes through the public face or as threads through the loader."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import threading
 import warnings
@@ -24,6 +25,7 @@ from everstep.loading import Loader, Recovery
 from everstep.memory.arena import Arena
 from everstep.memory.directory import find_arenas
 from everstep.nodes import node_of
+from everstep.phases import Phases
 from everstep.places import locate
 from everstep.ranks import Ranks
 from everstep.reading import Filled, Reading
@@ -101,14 +103,20 @@ def digests_in_slots(root: Path, nodes: Sequence[str], key: tuple[int, int]) -> 
 Body = Callable[[int, everstep.Checkpointer, Callable[..., None]], object]
 
 
+def _launcher(say: Callable[..., None]) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=WAIT_S), wait_for_workers=False)
+    say(store.port)
+    threading.Event().wait(20 * WAIT_S)
+
+
 class Job:
-    """Ranks on simulated nodes, one after another life. The launcher's store is in this process."""
+    """Ranks on simulated nodes, one life after another. The launcher's store is a process of its own: its threads
+    must not be in the one that forks."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._store = dist.TCPStore(
-            "127.0.0.1", 0, None, True, timedelta(seconds=WAIT_S), wait_for_workers=False
-        )
+        self._store = Forked(_launcher)
+        self._port = self._store.line()
         self._ranks: list[Forked] = []
 
     def start(self, places: Sequence[str], body: Body, **options: Any) -> list[Forked]:
@@ -124,14 +132,19 @@ class Job:
                 RANK=str(rank),
                 WORLD_SIZE=str(len(places)),
                 MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(self._store.port),
+                MASTER_PORT=self._port,
                 TORCHELASTIC_USE_AGENT_STORE="True",
                 EVERSTEP_NODE=places[rank],
             )
             warnings.simplefilter("always")
+            faulthandler.dump_traceback_later(2 * WAIT_S, exit=True)  # a rank that hangs ends, and says where
             body(rank, opened(self.root, **options), say)
 
         return run
+
+    def end(self) -> None:
+        self.kill()
+        self._store.stop()
 
     def kill(self) -> None:
         for rank in self._ranks:
@@ -177,11 +190,10 @@ class Loaded:
     warned: list[str] = field(default_factory=list)
 
 
-def all_digests(sources: Sequence[Source]) -> Filled:
+def all_digests(opened: Callable[[], Sequence[Source]], phases: Phases) -> Filled:
     """Every image of every saved rank, proved chunk by chunk, from the nearest holder alone."""
-    first = sources[0]
 
-    async def read() -> Digests:
+    async def read(first: Source) -> Digests:
         found: Digests = {}
         for rank in range(first.world):
             await first.meta(rank)
@@ -195,9 +207,12 @@ def all_digests(sources: Sequence[Source]) -> Filled:
                 found[rank, name] = hexdigest(bytes(data))
         return found
 
-    found = run_blocking(read())
-    tier = "disk" if isinstance(first, DurableSource) else "memory"
-    return Filled(tier, 0, values=found)
+    def act() -> Filled:
+        first = opened()[0]
+        tier = "disk" if isinstance(first, DurableSource) else "memory"
+        return Filled(tier, 0, values=run_blocking(read(first)))
+
+    return phases.each(act)
 
 
 def load_on(

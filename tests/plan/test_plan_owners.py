@@ -100,6 +100,10 @@ def test_holders_of_a_part_make_up_for_what_they_own_of_the_whole() -> None:
     found = Owners(4).assign([*pairs, whole])
     assert found["m", "embedding"] == (0,)
     assert {found["m", f"layer{i}"] for i in range(4)} == {(2,)}
+    some = [Replica("m", name, 10, (0, 1, 3)) for name in "ab"]
+    found = Owners(4, copies=1).assign([*some, whole])
+    assert found["m", "embedding"] == (0, 1)
+    assert (found["m", "a"], found["m", "b"]) == ((1, 0), (3, 0)), "rank 1 has the copy of the large one"
 
 
 def test_groups_of_equal_holders_are_balanced_each() -> None:

@@ -6,6 +6,7 @@ import random
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from everstep.errors import Damaged, NoCheckpoint, StateError, StateMismatch
@@ -13,7 +14,7 @@ from everstep.state.sharded import Shards
 from everstep.state.trainstate import TrainState
 from torch import nn
 
-from .worlds import MemorySource, joined, load, numbered, quietly, rows, split, values
+from .worlds import MemorySource, joined, load, numbered, quietly, split, values
 
 
 def plain(value: Any, **more: Any) -> TrainState:
@@ -112,7 +113,10 @@ def test_what_no_rank_takes_is_unexpected_and_what_one_takes_is_not() -> None:
     loosened = load(
         source, [plain({name: torch.zeros(4) for name in names}) for names in ("a", "bc")], {"unexpected"}
     )
-    assert [len(some) for some in loosened] == [0, 1]  # as many ranks as saved: told by the one that stored it
+    assert [len(some) for some in loosened] == [
+        0,
+        1,
+    ]  # as many ranks as saved: told by the one that stored it
 
 
 def test_stages_in_another_place_at_the_same_number_of_ranks() -> None:
@@ -141,6 +145,22 @@ def test_own_values_that_a_rank_does_not_take_are_unexpected_though_another_take
     source = MemorySource([plain({"a": torch.ones(1), "b": torch.ones(1) * rank}) for rank in range(2)])
     with pytest.raises(StateMismatch, match="unexpected: w/b"):
         load(source, [plain({"a": torch.zeros(1), "b": torch.zeros(1)}), plain({"a": torch.zeros(1)})])
+
+
+def test_what_others_alone_have_is_not_told_where_something_is_missing() -> None:
+    """At the same number of ranks: looking at others' keys for what a rank lacks makes none of these unexpected."""
+    source = MemorySource(
+        [plain({"a": numbered(2), f"own{rank}": numbered(1), f"n{rank}": rank}) for rank in range(2)]
+    )
+    targets = [
+        {"a": torch.zeros(2), f"own{rank}": torch.zeros(1), f"n{rank}": -1, "new": torch.zeros(1)}
+        for rank in range(2)
+    ]
+    targets[0]["own1"] = torch.zeros(1) - 1
+    loosened = load(source, [plain(target) for target in targets], {"missing"})
+    assert loosened == [("missing: w/new: in the target, not in the checkpoint",)] * 2
+    assert torch.equal(targets[0]["own1"], numbered(1))
+    assert [target[f"n{rank}"] for rank, target in enumerate(targets)] == [0, 1]
 
 
 def test_tensors_of_each_rank_elsewhere_only_if_equal_or_allowed() -> None:
@@ -294,6 +314,34 @@ def test_random_numbers_are_each_ranks_own_or_new_ones_with_a_warning() -> None:
     )
 
 
+class Seeding:
+    """Seeds torch when it is asked for its state, which is before the generators are."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def state_dict(self) -> dict[str, Any]:
+        torch.manual_seed(self.seed)
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_random_numbers_elsewhere_come_from_rank_0_alone() -> None:
+    def drawn(*seeds: int) -> float:
+        random.seed(0)
+        np.random.seed(0)
+        source = MemorySource(
+            [TrainState(x=torch.zeros(1), ema=Seeding(seed), replicated="x") for seed in seeds]
+        )
+        states = [TrainState(x=torch.zeros(1), ema=Seeding(0), rng=rank == 1) for rank in range(3)]
+        quietly(load, source, states, {"unexpected"})
+        return torch.rand(1).item()
+
+    assert drawn(1, 2) == drawn(1, 3) != drawn(2, 2)
+
+
 def test_a_failure_on_one_rank_is_the_same_verdict_on_all() -> None:
     source = MemorySource([plain({"t": part}) for part in split(numbered(4), 2)])
     source.damage(1, "w")
@@ -356,7 +404,7 @@ def test_keys_select_by_patterns() -> None:
     assert set(found["model"]) == {"1.running_mean", "1.running_var"}
     assert values(source, keys="extra/l/[[]1]")["extra"]["l"][1] == 5
     assert values(source, keys="extra", parts=["extra"])["extra"]["deep"]["x"] == 2
-    with pytest.raises(StateMismatch, match="no key of the checkpoint matches 'model/0.wieght'") as caught:
+    with pytest.raises(StateMismatch, match="no key of the checkpoint matches") as caught:
         values(source, keys=["model/0.wieght"])
     assert "model/0.weight" in str(caught.value)
     with pytest.raises(StateMismatch, match="no part called modle"):
