@@ -36,12 +36,15 @@ from .plan.reads import Range, Read
 from .plan.shares import Clipper, ImageKey, Needs, Round, common_ranges, deal, without
 from .ranks import Ranks
 from .store.blocking import run_blocking
-from .store.fill import FillReport, Image, fill, images_of
+from .store.fill import PARALLEL, FillReport, Image, fill, images_of
 from .store.sources import Mapped, Source
 
-SHARED_BYTES = 256 << 20
-"""Memory that the ranks of a node share, in two halves: one is copied from while the other is read into."""
+SHARED_BYTES = 128 << 20
+"""Memory that the ranks of a node share, in two halves: one is copied from while the other is read into. More would
+cost more to be mapped for the first time than the fewer rounds save."""
 HALVES = 2
+PIECE_BYTES_MIN = 1 << 20
+"""A rank's share of a round is read in this many bytes at a time at least, in parallel."""
 
 PAGE = 4096
 TOKEN_BYTES = 16
@@ -433,7 +436,8 @@ class _Sharing:
             for share in round_
             if share.reader == self._board.me
         ]
-        report = await fill(self._sources, shares, {0: half}, headers=False)
+        piece_bytes = max(PIECE_BYTES_MIN, sum(read.nbytes for read in shares) // PARALLEL)
+        report = await fill(self._sources, shares, {0: half}, headers=False, piece_bytes=piece_bytes)
         report.nbytes = 0  # nothing has come to its place yet
         return report
 

@@ -173,7 +173,8 @@ _NO_KINDS: Mapping[Kind, int] = {}
 class _Key:
     """What the ranks have under one key, the reader's own first, then by rank: GLOBAL entries that are stored,
     and what each rank has for itself. ``kinds`` are the dtypes and shapes of GLOBAL entries, stored or not, two at
-    most, each with the first rank that has it. ``stored`` are the boxes of the GLOBAL ones, once they are looked for."""
+    most, each with the first rank that has it. ``stored`` are the boxes of the GLOBAL ones, once
+    they are looked for."""
 
     __slots__ = ("common", "kinds", "lookup", "private", "stored")
 
