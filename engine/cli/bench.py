@@ -24,6 +24,8 @@ Example:
 Tell = Callable[[str], None]
 Runner = Callable[[Tell], "dict[str, Any]"]
 STAGES_PER_REPEAT = {"stall": 3, "save-load": 2}
+STAGES = {"dcp": 8}
+"""Of benchmarks whose number of stages does not grow with the repeats."""
 
 
 @click.group("bench", context_settings={"help_option_names": ["-h", "--help"]})
@@ -151,9 +153,28 @@ def worlds_up_to(ranks: int) -> list[int]:
     return worlds
 
 
+@command("dcp", epilog=EPILOG.format(name="dcp"))
+@_options
+def dcp(size_mib: int, repeats: int, directory: Path | None, as_json: bool) -> None:
+    """everstep under torch.distributed.checkpoint, against torch's own file system writer.
+
+    Four ranks save sharded tensors, which 4, 2 and 8 ranks load: once a few large ones, once 10,000 small ones
+    (small_...). "dcp" is everstep.dcp.Writer and Reader, "checkpointer" everstep.Checkpointer; each ratio is its time
+    over that of torch's writer: of the call (blocking), until all is durable, and of a cold load.
+    """
+
+    def runner(tell: Tell) -> dict[str, Any]:
+        from everstep.benchmarks.dcp import run_dcp
+
+        return run_dcp(size_mib, repeats, directory, tell)
+
+    _run("dcp", runner, repeats, as_json)
+
+
 bench.add_command(stall)
 bench.add_command(save_load)
 bench.add_command(plan)
+bench.add_command(dcp)
 
 
 def _run(
@@ -166,7 +187,7 @@ def _run(
     with answering(as_json) as answer:
         from everstep.benchmarks.common import Mismatch
 
-        total = STAGES_PER_REPEAT.get(name, 1) * stages + 1
+        total = STAGES.get(name) or STAGES_PER_REPEAT.get(name, 1) * stages + 1
         with progress(name, unit="stage", total=total) as bar:
 
             def tell(what: str) -> None:
