@@ -131,10 +131,9 @@ def measure_rank(world: int, entries: int) -> dict[str, Any]:
 
     job = Job(world, entries)
     specs = job.specs(world // 2)
-    whole = [(one.part, one.key, 4 * one.shape[0]) for one in job.tensors if not one.cut]
 
     def plan() -> None:
-        Owners(world).assign(whole)
+        Owners(world).assign(job.whole)
         encoded = encode(build_layout(specs))
         layout_hash(encoded)
         compress(encoded)

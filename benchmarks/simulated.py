@@ -22,7 +22,7 @@ from everstep.format.hashing import chunk_count, image_root, rank_root
 from everstep.format.layout import build_layout, compress, encode, layout_hash
 from everstep.format.records import IncarnationRecord, RunRecord, Writer, encode_incarnation, encode_run
 from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote, encode_vote
-from everstep.plan.owners import Owners
+from everstep.plan.owners import Owners, Replica
 
 from .common import Mismatch
 
@@ -67,8 +67,9 @@ class Job:
 
         self.world = world
         self.tensors = _tensors(world, entries)
-        whole = [(t.part, t.key, 4 * t.shape[0]) for t in self.tensors if not t.cut]
-        self.owners = Owners(world).assign(whole)
+        self.whole = [Replica(t.part, t.key, 4 * t.shape[0]) for t in self.tensors if not t.cut]
+        owners = Owners(world).assign(self.whole)
+        self.owners = {key: found[0] for key, found in owners.items()}
         self._sizes = np.array([t.shape[0] for t in self.tensors])
         self._columns = np.array([t.shape[1] if t.cut else 1 for t in self.tensors])
         self._even = np.array([t.cut == "even" for t in self.tensors])

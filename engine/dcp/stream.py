@@ -74,7 +74,7 @@ class TensorStream:
         if part.device.type != "cpu":
             torch.from_numpy(np.frombuffer(target, np.uint8)).copy_(part)
         elif len(target) < LARGE_COPY_BYTES:
-            target[:] = memoryview(part.numpy())
+            target[:] = memoryview(part.numpy())  # type: ignore[arg-type]
         else:
             np.copyto(np.frombuffer(target, np.uint8), part.numpy())
 

@@ -230,6 +230,7 @@ class _Planner:
         """Reads of one wanted entry; problems are noted."""
         key = self._keys[entry.part, entry.key]
         source = self._private(key, entry)
+        kinds: Mapping[Kind, int]
         if source is not None:
             fits = source[1].dtype == entry.dtype and source[1].shape == entry.shape
             kinds = {} if fits else {(source[1].dtype, source[1].shape): source[0]}
@@ -295,6 +296,7 @@ class _Planner:
 
     def _pieces(self, index: int, entry: Entry, key: _Key, source: Source | None) -> list[Read]:
         """Reads of an entry whose boxes are not those of one source."""
+        stored: Sequence[_Stored]
         if source is not None:
             stored = self._stored([source])
             lookup = BoxIndex([one.box for one in stored])

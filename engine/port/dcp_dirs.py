@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from ..errors import Damaged, EverstepError, UnsupportedValue
 from ..oneshot import load, save
@@ -51,7 +52,7 @@ def export_dcp(
     shape.refuse_unknown(values, "")
     with new_directory(Path(out)) as aside, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(dict(values), storage_writer=dcp.FileSystemWriter(aside), no_dist=True)
+        save_dcp(dict(values), storage_writer=filesystem.FileSystemWriter(aside), no_dist=True)
 
 
 def import_dcp(
@@ -79,7 +80,7 @@ def read_dcp(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         # Unlike dcp.load, this leaves what the planner adds to an empty dict.
         _load_state_dict(values, storage_reader=reader, planner=_Planner(), no_dist=True)
-    except dcp.CheckpointException as failed:
+    except CheckpointException as failed:
         error = next(iter(failed.failures.values()))[0]
         raise _explained(error, path) from failed
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, AssertionError) as error:
@@ -109,6 +110,9 @@ def _explained(error: BaseException, path: str | os.PathLike[str]) -> EverstepEr
 class _Planner(_EmptyStateDictLoadPlanner):
     """Builds the state from the metadata; values that are not tensors come through ``weights_only=True``."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = torch.load(value, map_location="cpu", weights_only=True)
         super().load_bytes(read_item, _again(plain))
@@ -122,7 +126,7 @@ def _again(plain: Any) -> io.BytesIO:
     return buffer
 
 
-class _Reader(dcp.FileSystemReader):
+class _Reader(filesystem.FileSystemReader):
     """Reads the metadata without running anything."""
 
     def __init__(self, directory: Path) -> None:
@@ -150,7 +154,7 @@ class _Properties(metadata.TensorProperties):
     """Takes what later releases of torch add to the properties of a tensor."""
 
     def __setstate__(self, state: Any) -> None:
-        super().__setstate__(tuple(state)[:5])
+        super().__setstate__(tuple(state)[:5])  # type: ignore[no-untyped-call]
 
 
 _CLASSES: dict[tuple[str, str], Any] = {
@@ -169,7 +173,7 @@ _CLASSES: dict[tuple[str, str], Any] = {
     ("torch.distributed.checkpoint.metadata", "TensorProperties"): _Properties,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # type: ignore[attr-defined]
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("collections", "defaultdict"): collections.defaultdict,
     ("builtins", "dict"): dict,
