@@ -232,7 +232,7 @@ class _Planner:
         source = self._private(key, entry)
         if source is not None:
             fits = source[1].dtype == entry.dtype and source[1].shape == entry.shape
-            kinds = {} if fits else {(source[1].dtype, source[1].shape): source[0]}
+            kinds: Mapping[Kind, int] = {} if fits else {(source[1].dtype, source[1].shape): source[0]}
         else:
             kinds = key.kinds
             if not kinds:
@@ -296,7 +296,7 @@ class _Planner:
     def _pieces(self, index: int, entry: Entry, key: _Key, source: Source | None) -> list[Read]:
         """Reads of an entry whose boxes are not those of one source."""
         if source is not None:
-            stored = self._stored([source])
+            stored: Sequence[_Stored] = self._stored([source])
             lookup = BoxIndex([one.box for one in stored])
         else:
             if key.lookup is None:
