@@ -365,6 +365,8 @@ def test_an_error_fits_into_its_page() -> None:
 JOB = """
 import os, signal, sys, time
 from pathlib import Path
+from everstep.phases import Phases
+from everstep.sharing import shared_fill
 from torch.distributed import FileStore
 from tests.facade import test_sharing as t
 
@@ -385,8 +387,8 @@ place = t.Ranks(rank, 3, FileStore(sys.argv[2], 3), prefix="t")
 place.agree("start", 0, timeout_s=60)
 began = time.monotonic()
 try:
-    phases = t.Phases(place, "loading", timeout_s=60, node="n")
-    with t.shared_fill(phases, member.durable, reads, targets, shared_bytes=t.SHARED) as fill_now:
+    phases = Phases(place, "loading", timeout_s=60, node="n")
+    with shared_fill(phases, member.durable, reads, targets, shared_bytes=t.SHARED) as fill_now:
         fill_now()
     print("no error")
 except t.RankError as error:
