@@ -50,11 +50,10 @@ class Net(nn.Module):
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Weights decay, biases do not."""
+    """Weights decay, biases do not. A pipeline stage may have no biases: the schedule still has two groups."""
     weights = [p for n, p in model.named_parameters() if not n.endswith("bias")]
     biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
-    found = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
-    return [group for group in found if group["params"]]
+    return [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
