@@ -264,7 +264,8 @@ def _is_optimizer(node: Node) -> bool:
     groups = _elements(node["param_groups"])
     if groups is None or not all(type(group) is dict and "params" in group for group in groups):
         return False
-    return all(type(name) is str for group in groups for name in _elements(group["params"]) or [0])
+    names = [_elements(group["params"]) for group in groups]
+    return all(some is not None and all(type(name) is str for name in some) for some in names)
 
 
 def _elements(node: Node) -> list[Node] | None:
