@@ -134,9 +134,6 @@ class Job:
                 if group:
                     dist.destroy_process_group()
             (self.out / f"{name}.{self.rank}").write_text(said)
-        count = self.store.add(f"done/{name}", 1)
-        del count
-        self.store.wait([f"done/{name}"], TIMEOUT)
         self._meet(name)
 
     def _meet(self, name: str) -> None:
