@@ -21,7 +21,7 @@ from typing import Any
 import everstep
 import torch
 import torch.distributed as dist
-from everstep.dcp import Reader, Writer
+from everstep.dcp import Reader, Stager, Writer
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -137,6 +137,7 @@ class Saving(Rank):
     """Saves in turn; the first turn, in which everything is made for the first time, does not count."""
 
     def run(self) -> None:
+        self.stager = Stager()
         policy = everstep.Policy(snapshot_every=None, full_every=None, keep_last=1, linger_s=1.0)
         agent = None
         with everstep.Checkpointer(self.root / "checkpointer", policy=policy) as ckpt:
