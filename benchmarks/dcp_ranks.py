@@ -14,14 +14,17 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import everstep
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as torch_dcp
-from everstep.dcp import Reader, Writer
+from everstep.dcp import Reader, Stager, Writer
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -134,6 +137,7 @@ class Saving(Rank):
     """Saves in turn; the first turn, in which everything is made for the first time, does not count."""
 
     def run(self) -> None:
+        self.stager = Stager()
         policy = everstep.Policy(snapshot_every=None, full_every=None, keep_last=1, linger_s=1.0)
         agent = None
         with everstep.Checkpointer(self.root / "checkpointer", policy=policy) as ckpt:
@@ -142,9 +146,9 @@ class Saving(Rank):
                 in_turn(
                     turn,
                     [
-                        lambda turn=turn: self._by_dcp("stock", turn),
-                        lambda turn=turn: self._by_dcp("dcp", turn),
-                        lambda turn=turn: self._by_checkpointer(ckpt, turn),
+                        partial(self._by_dcp, "stock", turn),
+                        partial(self._by_dcp, "dcp", turn),
+                        partial(self._by_checkpointer, ckpt, turn),
                     ],
                 )
                 agent = ckpt.agent_pid
@@ -155,14 +159,12 @@ class Saving(Rank):
         path = self.root / way / str(turn)
         writer: Any
         if way == "stock":
-            writer = torch_dcp.FileSystemWriter(path, sync_files=True)
+            writer = FileSystemWriter(path, sync_files=True)
         else:
             writer = Writer(path)
         dist.barrier()
         begun = time.perf_counter()
-        future: Any = torch_dcp.async_save(
-            dict(self.state.tensors), storage_writer=writer, process_group=self.group
-        )
+        future: Any = async_save(dict(self.state.tensors), storage_writer=writer, process_group=self.group)
         blocked = time.perf_counter()
         future.result()
         if way == "stock":
@@ -191,7 +193,7 @@ class Loading(Rank):
 
     def run(self) -> None:
         for turn in range(self.config.repeats + 1):
-            in_turn(turn, [lambda way=way: self._load(way) for way in WAYS])
+            in_turn(turn, [partial(self._load, way) for way in WAYS])
         self.seconds = {name: samples[1:] for name, samples in self.seconds.items()}
 
     def _load(self, way: str) -> None:
@@ -205,8 +207,8 @@ class Loading(Rank):
             ckpt = everstep.Checkpointer(path, memory=None)
             ckpt.load({"model": self.state.tensors})
         else:
-            reader: Any = torch_dcp.FileSystemReader(path) if way == "stock" else Reader(path)
-            torch_dcp.load(dict(self.state.tensors), storage_reader=reader, process_group=self.group)
+            reader: Any = FileSystemReader(path) if way == "stock" else Reader(path)
+            load(dict(self.state.tensors), storage_reader=reader, process_group=self.group)
         self.note(f"{way}_load", time.perf_counter() - begun)
         self.state.require(last, f"load by {way} at {self.config.world} ranks")
         if way == "checkpointer":

@@ -12,18 +12,20 @@ if TYPE_CHECKING:
     from .installing import install, uninstall
     from .planners import LoadPlanner, SavePlanner
     from .reader import Reader
+    from .stager import Stager
     from .writer import Writer
 
 _HOMES = {
     "LoadPlanner": "planners",
     "Reader": "reader",
     "SavePlanner": "planners",
+    "Stager": "stager",
     "Writer": "writer",
     "install": "installing",
     "uninstall": "installing",
 }
 
-__all__ = ["LoadPlanner", "Reader", "SavePlanner", "Writer", "install", "uninstall"]
+__all__ = ["LoadPlanner", "Reader", "SavePlanner", "Stager", "Writer", "install", "uninstall"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,7 +75,8 @@ class TensorStream:
         if part.device.type != "cpu":
             torch.from_numpy(np.frombuffer(target, np.uint8)).copy_(part)
         elif len(target) < LARGE_COPY_BYTES:
-            target[:] = memoryview(part.numpy())  # type: ignore[arg-type]
+            array: Any = part.numpy()
+            target[:] = memoryview(array)
         else:
             np.copyto(np.frombuffer(target, np.uint8), part.numpy())
 

@@ -393,13 +393,17 @@ def _of_rank(error: Exception, rank: int) -> EverstepError:
 
 def _wait_for_earlier() -> None:
     """In a thread of torch's for saves in the background: wait for the earlier ones of the process to end."""
+    if threading.current_thread().name.startswith(_BACKGROUND):
+        wait_for_background()
+
+
+def wait_for_background() -> None:
+    """Wait for the saves in threads that were begun before this one, or before this call. Raises SaveFailed."""
     me = threading.current_thread()
-    if not me.name.startswith(_BACKGROUND):
-        return
     for thread in threading.enumerate():  # in the order in which they were started
-        if thread is me:
+        if thread is me and me.name.startswith(_BACKGROUND):
             return
-        if thread.name.startswith(_BACKGROUND):
+        if thread is not me and thread.name.startswith(_BACKGROUND):
             thread.join(OVERLAP_WAIT_S)
             if thread.is_alive():
                 raise SaveFailed(

@@ -146,6 +146,37 @@ def async_thread(where: Path) -> None:
 
 
 @case
+def own_stager(where: Path) -> None:
+    """Memory that is kept holds one save at a time: what changes meanwhile is in none."""
+    model, optimizer = trained(3)
+    writer, stager = ed.Writer(), ed.Stager()
+    group = dist.new_group(backend="gloo")
+    expected, futures = [], []
+    for step in (1, 2, 3):
+        expected.append(full(model, optimizer))
+        futures.append(
+            dcp.async_save(
+                nested(model, optimizer),
+                checkpoint_id=where / "staged" / str(step),
+                storage_writer=writer,
+                process_group=group,
+                async_stager=stager,
+            )
+        )
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+    assert all(future.done() for future in futures[:2])
+    futures[-1].result(timeout=60)
+    stager.close()
+    for step, whole in enumerate(expected, 1):
+        state = nested(model, optimizer)
+        dcp.load(state, storage_reader=ed.Reader(where / "staged" / str(step)))
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        assert_same(full(model, optimizer), whole)
+
+
+@case
 def async_process(where: Path) -> None:
     model, optimizer = trained(4)
     whole = full(model, optimizer)

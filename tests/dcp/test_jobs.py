@@ -27,7 +27,10 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from tests.dcp.jobs import differing, full, nested, trained
 from tests.dcp.kit import assert_same, blank, files, run_job
 
-FOUR = "fsdp_save,fsdp_load,plan_caching,titan,per_rank,full_disk,full_disk_coordinator,refused_values,async_thread"
+FOUR = (
+    "fsdp_save,fsdp_load,plan_caching,titan,per_rank,full_disk,full_disk_coordinator,refused_values,"
+    "async_thread,own_stager"
+)
 TWO = "fsdp_load,per_rank_elsewhere,installed_writer,without_collectives,other_shapes"
 
 
@@ -96,6 +99,14 @@ def test_everstep_loads_values_of_all_ranks(left: Path) -> None:
     assert values["train_state.tokens"] == 3000 and values["optim.lr"] == 1.5
     for rank in range(4):
         assert values[f"dataloader.dp_rank_{rank}"] == f"position 3 of {rank}".encode()
+
+
+def test_everstep_loads_whole_tensors(left: Path) -> None:
+    pytest.importorskip("everstep.plan.placements", reason="needs loading of sharded tensors")
+    expected = torch.load(left / "reference.pt", weights_only=False)
+    values = everstep.load(left / "fsdp" / "step-7", parts=["state_dict"])["state_dict"]
+    for name, tensor in expected["model"].items():
+        assert torch.equal(values[f"model.{name}"], tensor)
 
 
 def test_ranks_keep_their_own(left: Path) -> None:
