@@ -101,8 +101,15 @@ def refuse(*_: Any, **__: Any) -> None:
     raise ZeroDivisionError("not today")
 
 
-@pytest.mark.parametrize("where", ["aa", "ab"])
-@pytest.mark.parametrize("fits", [True, False], ids=["arena-reused", "arena-outgrown"])
+@pytest.mark.parametrize(
+    ("where", "fits"),
+    [
+        pytest.param("aa", True, id="one-node-arena-reused"),
+        pytest.param("ab", False, id="two-nodes-arena-outgrown"),
+        pytest.param("aa", False, id="one-node-arena-outgrown", marks=pytest.mark.long),
+        pytest.param("ab", True, id="two-nodes-arena-reused", marks=pytest.mark.long),
+    ],
+)
 def test_the_former_worlds_step_stays_until_the_new_world_has_one(
     root: Path, nodes: list[str], job: Job, where: str, fits: bool
 ) -> None:
