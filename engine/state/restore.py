@@ -27,7 +27,7 @@ from .codec import Decoder, StateImage
 from .fit import Applier, Fitter, refill
 from .merge import Saved, Skeleton, selected
 from .names import parameter_names
-from .plan_base import Extra, Ledger, Phase, StoredTensor, checked_allow
+from .plan_base import Extra, Ledger, Phase, Slot, StoredTensor, checked_allow
 from .tensors import bytes_of, writable_bytes
 from .trainstate import BARE_PART, TrainState
 
@@ -47,18 +47,23 @@ class _Plan:
         self.targets: dict[int, Any] = ledger.targets
         self.skeleton = skeleton
         self._ledger = ledger
+        self._wanted: Wanted | None = None
 
     def wanted(self) -> Wanted:
-        """Each region to fill: as an entry of that one box, and its bytes, to write to."""
-        found: Wanted = []
-        for slot in self._ledger.slots:
-            stored = self._ledger.entry(slot.index)
-            view = writable_bytes(slot.tensor)
-            assert view is not None, "slots are contiguous CPU tensors"
-            scope = Scope.GLOBAL if slot.sharded else stored.scope
-            entry = replace(stored, boxes=(slot.box,), scope=scope, image=None, offset=0, nbytes=view.nbytes)
-            found.append((entry, view))
-        return found
+        """Each region to fill: as an entry of that one box (or the stored entry, if it is all of that), and its
+        bytes, to write to."""
+        if self._wanted is None:
+            self._wanted = list(map(self._want, self._ledger.slots))
+        return self._wanted
+
+    def _want(self, slot: Slot) -> tuple[Entry, memoryview]:
+        stored = self._ledger.entry(slot.index)
+        view = writable_bytes(slot.tensor)
+        assert view is not None, "slots are contiguous CPU tensors"
+        scope = Scope.GLOBAL if slot.sharded else stored.scope
+        if stored.boxes == (slot.box,) and stored.scope is scope:
+            return stored, view
+        return replace(stored, boxes=(slot.box,), scope=scope, image=None, offset=0, nbytes=view.nbytes), view
 
     def sources(self) -> list[int]:
         """For each of :meth:`wanted`: the rank of the save whose state image refers to it."""

@@ -153,17 +153,14 @@ def test_differences_are_of_what_both_have() -> None:
         "p/l": [1],
         "p/l/[0]": [2],
     }
-    changed = one(1)
-    groups = saved(
-        1,
-        {
-            "o": ObjectState(
-                "torch.optim:Adam", {"state": {}, "param_groups": [{"lr": 0.2, "params": ["w1"]}]}
-            )
-        },
-    )
-    assert differences(one(0), [groups], parts) == {"o/param_groups/[0]/lr": [1]}
-    assert differences(one(0), [changed], ["absent"]) == {}
+
+    def groups(*names: str) -> Saved:
+        content = {"state": {}, "param_groups": [{"lr": 0.2, "params": list(names)}]}
+        return saved(1, {"o": ObjectState("torch.optim:Adam", content)})
+
+    assert differences(one(0), [groups("w1", "both")], parts) == {"o/param_groups/[0]/lr": [1]}
+    assert differences(one(0), [groups("w1")], parts) == {}  # another stage's group
+    assert differences(one(0), [one(1)], ["absent"]) == {}
 
 
 def test_selecting_leaves_the_image_as_it_is() -> None:
