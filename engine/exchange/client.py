@@ -134,7 +134,14 @@ class PeerSource:
         """Nothing to ask: every byte was verified."""
 
     async def close(self) -> None:
-        """End the connections."""
+        """End the connections, and whatever was still being asked."""
+        tasks: list[asyncio.Task[Any]] = [*self._records.values(), *self._layouts.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         while self._idle:
             self._idle.pop().close()
 
@@ -154,7 +161,7 @@ class PeerSource:
                     try:
                         return await self._exchange(self._idle.pop(), request, view)
                     except (ConnectionError, EOFError):
-                        await self.close()  # the server tired of waiting: all that were left alone are gone
+                        self._hang_up()  # the server tired of waiting: all that were left alone are gone
                 return await self._exchange(await self._connect(), request, view)
             except LOST as error:
                 if self._lost is None:

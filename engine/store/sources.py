@@ -361,12 +361,19 @@ async def once(tasks: dict[K, asyncio.Task[V]], key: K, make: Callable[[], Corou
     task = tasks.get(key)
     if task is None:
         task = tasks[key] = asyncio.ensure_future(make())
+        task.add_done_callback(_heard)
     try:
         return await asyncio.shield(task)
     except Exception:
         if tasks.get(key) is task:
             del tasks[key]
         raise
+
+
+def _heard(task: asyncio.Task[Any]) -> None:
+    """Whoever asked may have been cancelled meanwhile: then nobody is left to hear of an error."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _region(image: str) -> str:
