@@ -233,7 +233,7 @@ class _Planner:
         kinds: Mapping[Kind, int]
         if source is not None:
             fits = source[1].dtype == entry.dtype and source[1].shape == entry.shape
-            kinds: Mapping[Kind, int] = {} if fits else {(source[1].dtype, source[1].shape): source[0]}
+            kinds = {} if fits else {(source[1].dtype, source[1].shape): source[0]}
         else:
             kinds = key.kinds
             if not kinds:
@@ -298,7 +298,7 @@ class _Planner:
         """Reads of an entry whose boxes are not those of one source."""
         stored: Sequence[_Stored]
         if source is not None:
-            stored: Sequence[_Stored] = self._stored([source])
+            stored = self._stored([source])
             lookup = BoxIndex([one.box for one in stored])
         else:
             if key.lookup is None:
