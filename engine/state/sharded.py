@@ -22,9 +22,9 @@ from ..plan.boxes import BoxIndex, intersect, is_valid
 from .tensors import DTYPE_NAMES
 
 _GEOMETRIES_MAX = 1 << 16
-_Geometry = tuple[tuple[pure.Region, ...], tuple[int, ...] | None]
+_Geometry = tuple[tuple[pure.Region, ...], tuple[Box, ...], tuple[int, ...] | None]
 _geometries: weakref.WeakKeyDictionary[Any, dict[Any, _Geometry]] = weakref.WeakKeyDictionary()
-"""By mesh: regions and holders of each combination of shapes and placements met. Structure only."""
+"""By mesh: regions, their boxes, and holders of each combination of shapes and placements met. Structure only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +196,7 @@ def _held_dtensor(value: Any, where: str) -> Held:
         if len(known) >= _GEOMETRIES_MAX:
             known.clear()
         found = known[key] = _geometry(value, mesh, at, placements, tuple(local.shape), where)
-    regions, holders = found
-    boxes = tuple([region.box for region in regions])
+    regions, boxes, holders = found
     return Held(shape, local.dtype, boxes, _pieces(local, regions), holders)
 
 
@@ -247,7 +246,8 @@ def _geometry(
     ranks = mesh.mesh
     for axis in sorted(sharded, reverse=True):
         ranks = ranks.select(axis, at[axis])
-    return found, tuple(sorted(ranks.reshape(-1).tolist())) if found else None
+    boxes = tuple([region.box for region in found])
+    return found, boxes, tuple(sorted(ranks.reshape(-1).tolist())) if found else None
 
 
 def _placement(placement: Any, where: str) -> pure.Placement:
