@@ -204,7 +204,7 @@ class Loading(Rank):
         self.first_only(lambda: drop_caches(files))
         begun = time.perf_counter()
         if way == "checkpointer":
-            ckpt = everstep.Checkpointer(path, memory=None)
+            ckpt = everstep.Checkpointer(path, memory=None, agent="inline")
             ckpt.load({"model": self.state.tensors})
         else:
             reader: Any = FileSystemReader(path) if way == "stock" else Reader(path)

@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "dcp": EVERYTHING,
     "port": EVERYTHING,
     "demo": EVERYTHING,
-    "benchmarks": EVERYTHING,
+    "benchmarks": EVERYTHING | {"dcp"},
     "cli": EVERYTHING | {"dcp", "demo", "benchmarks", "port"},
 }
 """By layer: the layers that it may import, besides itself."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import platform
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -38,6 +39,9 @@ from .share import Report, Share
 from .values import ABOUT, STATE
 
 log = logging.getLogger("everstep")
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 OVERLAP_WAIT_S = 1800.0
 """How long a save in the background waits for the one before it: torch's own bound for a collective."""
@@ -235,12 +239,14 @@ class Writer(StorageWriter):
                 f"this rank is not part of the save: rank {job.rank} of {job.world}", rank=job.rank
             )
         await refuse_decided(backend, job)
-        records = await _write_images(backend, attempt, job, share)
         if save.decides:
-            save.share, save.records = share, records  # it votes last, when it knows all tensors
+            save.share = share  # it votes last, when it knows all tensors
+            save.records = await _write_images(backend, attempt, job, share)
         else:
             image = share.image().build(share.about())
-            await _vote(backend, attempt, job, share.layout, records, image)
+            small = _write_small(backend, attempt, job, share.layout, image)
+            records, (hash_text, state) = await _together(_write_images(backend, attempt, job, share), small)
+            await _vote(backend, job, hash_text, (*records, state))
         report = share.report(attempt.incarnation, attempt.number)
         share.release()
         return report
@@ -258,7 +264,9 @@ class Writer(StorageWriter):
             raise UsageError("finish() without write_data()")
         _check_reports(attempt, reports)
         layout, image = share.whole(metadata, reports)
-        await _vote(backend, attempt, _job(attempt, save), layout, save.records, image)
+        job = _job(attempt, save)
+        hash_text, state = await _write_small(backend, attempt, job, layout, image)
+        await _vote(backend, job, hash_text, (*save.records, state))
         decided = await patiently(
             lambda: try_commit(backend, attempt.step, attempt.incarnation, attempt.number, attempt.world)
         )
@@ -306,24 +314,41 @@ class _Bytes:
         return self._view[start:end]
 
 
-async def _vote(
-    backend: Backend,
-    attempt: Attempt,
-    job: FlushJob,
-    layout: Layout,
-    records: tuple[ImageRecord, ...],
-    image: bytes,
-) -> None:
-    """The layout, the state image and last the vote."""
+async def _together(first: Awaitable[A], second: Awaitable[B]) -> tuple[A, B]:
+    """Both results; where one fails, the other is ended first."""
+    tasks = (asyncio.ensure_future(first), asyncio.ensure_future(second))
+    try:
+        return await tasks[0], await tasks[1]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _write_small(
+    backend: Backend, attempt: Attempt, job: FlushJob, layout: Layout, image: bytes
+) -> tuple[str, ImageRecord]:
+    """The layout and the state image: the one's hash, the other's record."""
     encoded = encode(layout)
     hash_text = layout_hash(encoded)
-    await patiently(lambda: store_layout(backend, hash_text, encoded))
     name = names.state(job.step, job.incarnation, job.attempt, job.rank)
     with ThreadPoolExecutor(1, thread_name_prefix="everstep-dcp") as pool:
-        state = await patiently(
-            lambda: write_image(backend, job, STATE_IMAGE, name, _Bytes(image), attempt.run.chunk_bytes, pool)
+
+        async def write() -> ImageRecord:
+            return await write_image(
+                backend, job, STATE_IMAGE, name, _Bytes(image), attempt.run.chunk_bytes, pool
+            )
+
+        _, state = await _together(
+            patiently(lambda: store_layout(backend, hash_text, encoded)), patiently(write)
         )
-    all_records = (*records, state)
+    return hash_text, state
+
+
+async def _vote(
+    backend: Backend, job: FlushJob, layout_hash_text: str, records: tuple[ImageRecord, ...]
+) -> None:
+    """The vote, when all that it stands for is durable."""
     vote = Vote(
         step=job.step,
         incarnation=job.incarnation,
@@ -331,9 +356,9 @@ async def _vote(
         rank=job.rank,
         world=job.world,
         kind=job.kind,
-        layout_hash=hash_text,
-        root=rank_root(all_records),
-        images=all_records,
+        layout_hash=layout_hash_text,
+        root=rank_root(records),
+        images=records,
         meta=_meta(job),
     )
     await patiently(lambda: publish_vote(backend, job, vote))
