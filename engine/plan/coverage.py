@@ -28,14 +28,18 @@ SHAPES_MAX = 64
 
 _WIDE = 1 << 32
 
+_REPLICAS = (
+    " (if that is one tensor that they all hold, they must know of each other: take their meshes from one "
+    "init_device_mesh, or say holders= in everstep.Shards)"
+)
+
 
 def check_coverage(ranks: Iterable[Table]) -> None:
     """Check the layouts of all ranks (in the order of ranks) against each other.
 
     Every GLOBAL key has one dtype and one shape on all ranks that have it, is GLOBAL on all of them, and its
-    stored boxes cover each element exactly once; a key of an empty tensor is stored by some rank. One box may be
-    stored by several ranks (replicas of which their ranks could not know). Keys may be absent on some ranks
-    (stages of a pipeline). Cost: n log n in the number of entries and boxes.
+    stored boxes cover each element exactly once; a key of an empty tensor is stored by some rank. Keys may be
+    absent on some ranks (stages of a pipeline). Cost: n log n in the number of entries and boxes.
 
     Raises one :class:`StateMismatch` that names every key concerned, the element and the ranks.
     """
@@ -233,21 +237,11 @@ def _misfit(
     if pattern in good:
         return None
     if not _tiles(shape, offsets, lengths):
-        ranks, offsets, lengths = _distinct(ranks, offsets, lengths)
-    if not _tiles(shape, offsets, lengths):
         wrong = _in_words(shape, ranks.tolist(), offsets.tolist(), lengths.tolist())
         if wrong is not None:
             return wrong
     good.add(pattern)
     return None
-
-
-def _distinct(ranks: Array, offsets: Array, lengths: Array) -> tuple[Array, Array, Array]:
-    """Boxes that several ranks store alike once, with the first of those ranks."""
-    import numpy as np
-
-    _, first = np.unique(np.hstack([offsets, lengths]), axis=0, return_index=True)
-    return ranks[first], offsets[first], lengths[first]
 
 
 def _in_words(
@@ -270,8 +264,9 @@ def _in_words(
     point, surplus = wrong
     if surplus < 0:
         return f"element {point} of shape {shape} is stored by no rank"
-    twice = sorted({rank for box, rank in boxes if contains(box, point)})
-    return f"element {point} of shape {shape} is stored {surplus + 1} times, by ranks {twice}"
+    there = [(box, rank) for box, rank in boxes if contains(box, point)]
+    told = f"element {point} of shape {shape} is stored {surplus + 1} times, by ranks {sorted({r for _, r in there})}"
+    return told + (_REPLICAS if len({box for box, _ in there}) == 1 and len(there) > 1 else "")
 
 
 def _tiles(shape: tuple[int, ...], offsets: Array, lengths: Array) -> bool:
