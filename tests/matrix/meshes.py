@@ -142,6 +142,13 @@ def _pp_fsdp(rank: int, world: int) -> Any:
     return only, lambda model: _fully(model, mesh["dp"])
 
 
+def _pp_fsdp_tp(rank: int, world: int) -> Any:
+    """Two stages of fully sharded tensor parallel layers, all of one mesh; each stage has a layer without the latter."""
+    mesh = init_device_mesh("cpu", (2, world // 4, 2), mesh_dim_names=("pp", "dp", "tp"))
+    only = NAMES[:2] if rank < world // 2 else NAMES[2:]
+    return only, lambda model: _fully(_tensor_parallel(model, mesh["tp"]), mesh["dp"])
+
+
 def _fully(model: nn.Module, mesh: Any) -> nn.Module:
     for child in model.children():
         fully_shard(child, mesh=mesh)
@@ -149,7 +156,8 @@ def _fully(model: nn.Module, mesh: Any) -> nn.Module:
 
 
 def _tensor_parallel(model: nn.Module, mesh: Any) -> nn.Module:
-    return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    return parallelize_module(model, mesh, {name: how for name, how in plan.items() if hasattr(model, name)})
 
 
 MESHES: dict[str, tuple[int, Callable[[int, int], Any]]] = {
@@ -167,6 +175,7 @@ MESHES: dict[str, tuple[int, Callable[[int, int], Any]]] = {
     "pp2": (2, _pp),
     "pp4": (4, _pp),
     "pp2xfsdp2": (4, _pp_fsdp),
+    "pp2xfsdp2xtp2": (8, _pp_fsdp_tp),
 }
 """Name: number of ranks, and (rank, world) -> (layers of this rank, how they are made parallel)."""
 

@@ -39,6 +39,8 @@ PAIRS = [
     ("fsdp3", "fsdp8"),
     ("fsdp4", "fsdp4"),
     ("pp2xfsdp2", "fsdp2xtp2"),
+    ("pp2xfsdp2xtp2", "fsdp3"),
+    ("fsdp3xtp2", "pp2xfsdp2xtp2"),
 ]
 SAMPLE_MESHES = 4
 
