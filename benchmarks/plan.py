@@ -164,7 +164,8 @@ async def measure_coordinator(root: Path, world: int) -> dict[str, Any]:
     begun, cpu = time.perf_counter(), time.process_time()
     await check_layouts(backend, [header.layout_hash for header in headers])
     check_s, check_cpu_s = time.perf_counter() - begun, time.process_time() - cpu
-    seconds, cpu_seconds = [], []
+    seconds: list[float] = []
+    cpu_seconds: list[float] = []
     decision = root / names.decision(*place)
     nbytes = 0
     for _ in range(1 + COMMITS):
