@@ -67,9 +67,7 @@ class Job:
 
         self.world = world
         self.tensors = _tensors(world, entries)
-        self.whole = [Replica(t.part, t.key, 4 * t.shape[0]) for t in self.tensors if not t.cut]
-        owners = Owners(world).assign(self.whole)
-        self.owners = {key: found[0] for key, found in owners.items()}
+        self.owners = owners_of(self.tensors, world)
         self._sizes = np.array([t.shape[0] for t in self.tensors])
         self._columns = np.array([t.shape[1] if t.cut else 1 for t in self.tensors])
         self._even = np.array([t.cut == "even" for t in self.tensors])
@@ -124,6 +122,12 @@ class Job:
             begin=None,
         )
         return encode_own(own)
+
+
+def owners_of(tensors: Sequence[Tensor], world: int) -> dict[tuple[str, str], int]:
+    """The rank that stores each replicated tensor, found as every rank finds it."""
+    whole = [Replica(tensor.part, tensor.key, 4 * tensor.shape[0]) for tensor in tensors if not tensor.cut]
+    return {key: found[0] for key, found in Owners(world).assign(whole).items()}
 
 
 def _tensors(world: int, entries: int) -> list[Tensor]:
