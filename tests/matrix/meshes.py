@@ -143,7 +143,7 @@ def _pp_fsdp(rank: int, world: int) -> Any:
 
 
 def _pp_fsdp_tp(rank: int, world: int) -> Any:
-    """Two stages of fully sharded tensor parallel layers, all of one mesh; each stage has a layer without the latter."""
+    """Two stages, fully sharded and tensor parallel on one mesh; each has a layer that is not tensor parallel."""
     mesh = init_device_mesh("cpu", (2, world // 4, 2), mesh_dim_names=("pp", "dp", "tp"))
     only = NAMES[:2] if rank < world // 2 else NAMES[2:]
     return only, lambda model: _fully(_tensor_parallel(model, mesh["tp"]), mesh["dp"])
