@@ -48,6 +48,9 @@ MARKER_TEXT = (
 )
 """Says that the checkpoint is complete; nothing is read from it."""
 
+_OURS = b'{"everstep"'
+"""How a marker of any release begins."""
+
 KIND = "dcp"
 """Key of an incarnation's ``extra`` that tells such a run from a training run."""
 
@@ -90,7 +93,7 @@ def is_stock(path: str) -> bool:
     """Whether a checkpoint of torch's own writer lies there."""
     try:
         with open(os.path.join(path, MARKER), "rb") as file:
-            return file.read(len(MARKER_TEXT) + 1) != MARKER_TEXT.encode()
+            return file.read(len(_OURS)) != _OURS
     except OSError:
         return False
 

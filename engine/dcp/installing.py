@@ -8,7 +8,6 @@ import threading
 from types import ModuleType
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import _storage_utils
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
@@ -19,8 +18,8 @@ from .reader import Reader
 from .writer import Writer
 
 _guard = threading.Lock()
-_places: list[tuple[ModuleType, str, Any]] = []
-"""What was replaced: module, name, and what was there. Guarded by ``_guard``."""
+_TORCHS_OWN = ("torch.distributed.checkpoint", "torch.distributed.checkpoint.format_utils")
+"""torch's modules in which the classes are replaced: where users import them from, and where its tools do."""
 
 _storage_setup = _storage_utils._storage_setup
 
@@ -84,24 +83,28 @@ def install() -> None:
     ``checkpoint_id``, or makes a ``FileSystemWriter`` or ``FileSystemReader``. Checkpoints that torch's own writer made
     can still be loaded. Doing it again covers modules that were imported meanwhile."""
     with _guard:
-        for module in list(sys.modules.values()):
-            if not isinstance(module, ModuleType) or module.__name__.startswith("everstep."):
-                continue
-            _replace(module, "_storage_setup", _storage_setup, _setup)
-            if module is dcp or not module.__name__.startswith("torch."):
-                _replace(module, "FileSystemWriter", FileSystemWriter, InstalledWriter)
-                _replace(module, "FileSystemReader", FileSystemReader, InstalledReader)
-
-
-def _replace(module: ModuleType, name: str, before: Any, after: Any) -> None:
-    if vars(module).get(name) is before:
-        _places.append((module, name, before))
-        setattr(module, name, after)
+        _replace("_storage_setup", _storage_setup, _setup)
+        _replace("FileSystemWriter", FileSystemWriter, InstalledWriter)
+        _replace("FileSystemReader", FileSystemReader, InstalledReader)
 
 
 def uninstall() -> None:
     """Put back what :func:`install` replaced."""
     with _guard:
-        while _places:
-            module, name, before = _places.pop()
-            setattr(module, name, before)
+        _replace("_storage_setup", _setup, _storage_setup)
+        _replace("FileSystemWriter", InstalledWriter, FileSystemWriter)
+        _replace("FileSystemReader", InstalledReader, FileSystemReader)
+
+
+def _replace(name: str, before: Any, after: Any) -> None:
+    """Wherever a module has ``before`` under ``name``. torch's own modules derive further classes from theirs: of
+    these only those are changed from which others take them."""
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType) or module.__name__.startswith("everstep."):
+            continue
+        if name != "_storage_setup" and (
+            module.__name__.startswith("torch.") and module.__name__ not in _TORCHS_OWN
+        ):
+            continue
+        if vars(module).get(name) is before:
+            setattr(module, name, after)

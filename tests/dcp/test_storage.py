@@ -26,7 +26,7 @@ from everstep.errors import EverstepError, RunInUse, StateMismatch, UnsupportedV
 from everstep.opening import this_writer
 from everstep.state.tensors import bytes_of
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from tests.dcp.kit import assert_same, blank, files
 
@@ -148,7 +148,7 @@ def test_values_that_cannot_be_stored_are_refused_by_name(tmp_path: Path, value:
 def test_a_stream_of_objects_is_refused(tmp_path: Path) -> None:
     class Opaque(dcp.DefaultSavePlanner):
         def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-            return io.BytesIO(pickle.dumps(Foreign()))
+            return io.BytesIO(pickle.dumps(Foreign(), protocol=2))
 
     error = failure(lambda: saved(tmp_path, {"n": 4}, planner=Opaque()))
     assert isinstance(error, UnsupportedValue) and "n" in str(error)
@@ -209,6 +209,52 @@ def test_large_tensors_leave_in_bounded_pieces(tmp_path: Path) -> None:
     state = {"a": torch.arange(9 << 20, dtype=torch.uint8), "b": torch.randn(3 << 20)}
     saved(tmp_path, state)
     assert_same(loaded(tmp_path, state), state)
+
+
+def test_several_regions_of_one_tensor_on_one_rank(tmp_path: Path) -> None:
+    class Cut(dcp.DefaultSavePlanner):
+        """Plans the columns of ``w`` in three regions, the last one first."""
+
+        def create_local_plan(self) -> SavePlan:
+            plan = super().create_local_plan()
+            (item,) = plan.items
+            assert item.tensor_data is not None
+            items = []
+            for start, width in ((5, 4), (0, 2), (2, 3)):
+                chunk = dcp.ChunkStorageMetadata(torch.Size([0, start]), torch.Size([6, width]))
+                data = dataclasses.replace(item.tensor_data, chunk=chunk)
+                index = dataclasses.replace(item.index, offset=chunk.offsets)
+                items.append(
+                    dataclasses.replace(item, index=index, type=WriteItemType.SHARD, tensor_data=data)
+                )
+            self.plan = dataclasses.replace(plan, items=items)
+            return self.plan
+
+        def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+            data = write_item.tensor_data
+            assert data is not None and data.chunk is not None
+            start, width = data.chunk.offsets[1], data.chunk.sizes[1]
+            whole: torch.Tensor = self.state_dict["w"]
+            return whole[:, start : start + width]
+
+    state = {"w": torch.randn(6, 9)}
+    saved(tmp_path, state, planner=Cut())
+    assert_same(loaded(tmp_path, state), state)
+
+
+def test_torchs_tool_reads_it(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.randn(6, 9)}, "n": 3}
+    saved(tmp_path / "a", state)
+    ed.install()
+    try:
+        from torch.distributed.checkpoint import format_utils
+
+        ed.install()  # that module may be new
+        format_utils.dcp_to_torch_save(tmp_path / "a", tmp_path / "file.pt")
+    finally:
+        ed.uninstall()
+    assert_same(torch.load(tmp_path / "file.pt", weights_only=True), state)
+    assert format_utils.FileSystemReader is dcp.FileSystemReader is dcp.filesystem.FileSystemReader
 
 
 # -- the directory
