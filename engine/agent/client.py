@@ -394,8 +394,10 @@ def fetch_arenas(settings: AgentSettings, *, timeout_s: float = STATUS_S) -> lis
     deadline = time.monotonic() + timeout_s
     asked = False
     try:
-        while link.state is not State.DOWN and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
             link.advance()
+            if link.state is State.DOWN:
+                break
             if link.state is State.UP and not asked:
                 link.send(ArenasRequest(1, True))
                 asked = True

@@ -197,6 +197,16 @@ def test_the_agent_keeps_an_arena_without_a_path_for_the_next_trainer(place: Pla
     following.agent.bye(timeout_s=10)
 
 
+def test_where_no_agent_runs_nobody_waits_for_an_answer(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(*args: object) -> None:
+        raise AssertionError("waited for an agent that is not there")
+
+    monkeypatch.setattr(Link, "wait", wait)
+    assert fetch_arenas(place.settings) == []
+
+
 @pytest.mark.long
 def test_arenas_with_a_path_are_named(place: Place) -> None:
     assert fetch_arenas(place.settings) == []

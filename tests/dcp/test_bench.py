@@ -13,7 +13,6 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def test_it_measures_all_ways(tmp_path: Path) -> None:
-    pytest.importorskip("everstep.plan.placements", reason="Checkpointer must know sharded tensors")
     told: list[str] = []
     found = run_dcp(4, 1, tmp_path, told.append, small_tensors=20)
     assert len(told) == STAGES == bench.STAGES["dcp"] and os.listdir(tmp_path) == []
