@@ -80,6 +80,7 @@ def as_values(rank: int, parts: Collection[str] | None, keys: Collection[str] | 
 
     def values_of(checkpoint: Checkpoint) -> Filled:
         _check_rank(checkpoint, rank)
+        checkpoint.meta(rank)  # nothing here needs it, but a snapshot is taken whole or not at all
         saved = checkpoint.images(whose.representatives(checkpoint.layouts, rank))
         skeleton = merged(saved) if len(saved) > 1 else Skeleton.of(saved[0])
         plan = plan_values(skeleton, parts=parts, keys=keys)

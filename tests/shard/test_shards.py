@@ -189,16 +189,17 @@ def parts_of_a_mesh(rank: int) -> None:
     value = distribute_tensor(WHOLE, both["tp"], [Shard(0)], src_data_rank=None)
     norm = distribute_tensor(torch.ones(3), both["tp"], [Replicate()], src_data_rank=None)
     whole = distribute_tensor(WHOLE, both, [Replicate(), Shard(0)], src_data_rank=None)
-    parts = {
-        "model": {"w": value, "norm": norm, "whole": whole},
-        "hand": Shards((3,), [((0,), (3,))], [WHOLE[0, :3]]),
-    }
+    parts = {"model": {"w": value, "norm": norm}, "hand": Shards((3,), [((0,), (3,))], [WHOLE[0, :3]])}
     pair = (0, 1) if rank < 2 else (2, 3)
     mine = (rank % 2, rank % 2 + 2)
     holders = [leaf.holders for leaf in TrainState(rng=False, **parts).flatten().leaves]
-    assert holders == [(rank,), pair, mine, None]
+    assert holders == [(rank,), pair, None]
     promised = TrainState(rng=False, replicated=["model", "hand"], **parts)
-    assert [leaf.holders for leaf in promised.flatten().leaves] == [mine, (0, 1, 2, 3), mine, None]
+    assert [leaf.holders for leaf in promised.flatten().leaves] == [mine, (0, 1, 2, 3), None]
+    # A tensor that is placed on both axes tells that both groups run the same model.
+    parts["model"]["whole"] = whole
+    told = [leaf.holders for leaf in TrainState(rng=False, **parts).flatten().leaves]
+    assert told == [mine, (0, 1, 2, 3), mine, None]
 
 
 def test_promised_replicas_of_tensor_parallel_groups(tmp_path: Path) -> None:

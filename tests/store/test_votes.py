@@ -179,19 +179,6 @@ def test_votes_that_are_gathered_disagree_like_others(tmp_path: Path) -> None:
     with_run(tmp_path, work)
 
 
-def test_votes_with_different_hashes_of_one_entry_disagree(tmp_path: Path) -> None:
-    async def work(backend: LocalBackend) -> None:
-        await flush_all(backend)
-        for rank, told in ((0, None), (1, "1" * 32), (3, "2" * 32)):
-            path = tmp_path / names.vote(*PLACE, rank)
-            vote = decode_vote(path.read_bytes(), names.vote(*PLACE, rank))
-            path.write_bytes(encode_vote(replace(vote, entry_hashes=told and {"model/w": told})))
-        decision = await try_commit(backend, *PLACE, WORLD)
-        assert isinstance(decision, Abort) and "model/w: ranks 1, 3" in decision.reason
-
-    with_run(tmp_path, work)
-
-
 def test_rotation_removes_gathers(tmp_path: Path) -> None:
     async def work(backend: LocalBackend) -> None:
         await flush_all(backend)
