@@ -168,6 +168,7 @@ MESHES: dict[str, tuple[int, Callable[[int, int], Any]]] = {
     "fsdp3": (3, _fsdp),
     "fsdp4": (4, _fsdp),
     "fsdp8": (8, _fsdp),
+    "fsdp16": (16, _fsdp),
     "hsdp2x2": (4, _hsdp),
     "tp2": (2, _tp),
     "fsdp2xtp2": (4, _fsdp_tp),

@@ -17,7 +17,7 @@ from . import faults, launch
 MESH, WORLD = "fsdp3", 3
 
 
-def steps_of(root: Path) -> set[int]:
+def steps_of(root: Path, *, fsck: bool = True) -> set[int]:
     """What a reader can load, each step loaded whole; fsck has nothing to say against it."""
     import json
 
@@ -26,6 +26,8 @@ def steps_of(root: Path) -> set[int]:
     steps = {int(item["step"]) for item in json.loads(done.stdout)["checkpoints"]}
     for step in steps:
         assert set(everstep.load(root, step=step)) >= {"model", "optimizer"}
+    if not fsck:
+        return steps
     checked = CliRunner().invoke(main, ["fsck", str(root)])
     assert checked.exit_code == 0, checked.output
     return steps

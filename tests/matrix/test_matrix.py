@@ -74,7 +74,7 @@ def run_pairs(pairs: list[tuple[str, str]], directory: Path, shared: Path) -> No
 
 
 def test_the_list_is_long_enough() -> None:
-    assert len(set(PAIRS)) >= 12 and {name for pair in PAIRS for name in pair} == set(MESHES)
+    assert len(set(PAIRS)) >= 12 and {name for pair in PAIRS for name in pair} == set(MESHES) - {"fsdp16"}
 
 
 def test_some_pairs(tmp_path: Path, shared: Path) -> None:
