@@ -208,7 +208,7 @@ class MemoryTier:
                 arena.close()
         if best is not None:
             self.is_shared = best.info.path is not None
-            best.populate("now")
+            best.populate("background")
         return best
 
     def _ours(self, info: ArenaInfo, run_id: str) -> bool:
@@ -225,6 +225,8 @@ class MemoryTier:
             "slots": self._room.slots,
             "slot_bytes": slot_bytes,
             "chunk_bytes": chunk_bytes,
+            # Beside what the trainer does until its first snapshot: a restart should not wait for it.
+            "populate": "background",
         }
         if not self._room.private:
             try:
