@@ -222,13 +222,14 @@ def test_more_copies_than_other_nodes_are_lowered_aloud(root: Path, nodes: list[
             warnings.simplefilter("always")
             ckpt.load(state_of(model, rank))
             ckpt.save(1, state_of(model, rank)).wait()
-        say(len([one for one in caught if "replicas=3" in str(one.message) and "to 1" in str(one.message)]))
+        lowered = [one for one in caught if "replicas=3) is lowered to 1" in str(one.message)]
+        say(len(lowered), ckpt._copies)
         met(ckpt)
         ckpt.close(flush=False)
 
     places = [nodes[0], nodes[0], nodes[1], nodes[1]]
     memory = everstep.Memory(replicas=3)
-    assert job.run(places, body, memory=memory, policy=AUDITED) == [["1"], ["0"], ["0"], ["0"]]
+    assert job.run(places, body, memory=memory, policy=AUDITED) == [["1 1"], ["0 1"], ["0 1"], ["0 1"]]
     check_slots(root, nodes[:2], 1, tensors(1))
     assert locate(root, node=nodes[0]).run_key != locate(root, node=nodes[1]).run_key
 
@@ -241,3 +242,33 @@ def test_ranks_must_want_the_same_number(root: Path, nodes: list[str], job: Job)
         say("refused")
 
     assert job.run(nodes[:2], body, memory=KEPT, policy=AUDITED) == [["refused"]] * 2
+
+
+def test_shards_have_copies_among_those_who_hold_the_same(root: Path, nodes: list[str], job: Job) -> None:
+    """Two pieces of one tensor on ranks 0 and 2, two others on 1 and 3, as HSDP replicates across nodes."""
+
+    def body(rank: int, ckpt: everstep.Checkpointer, say: Say) -> None:
+        half = rank % 2
+        pieces = [torch.arange(4.0).view(2, 2) + 10 * half, torch.arange(4.0).view(2, 2) + 100 + 10 * half]
+        places = [((4 * half, 0), (2, 2)), ((4 * half + 2, 0), (2, 2))]
+        shards = everstep.Shards((8, 2), places, pieces, holders=(half, half + 2))
+        state = everstep.TrainState(rng=False, model={"w": shards})
+        first = saved(ckpt, 1, state)
+        planner = ckpt._session._snapshots._planner  # type: ignore[union-attr]
+        owners = planner.owners["model", "w"]
+        if half == 1 and rank == owners[1]:
+            pieces[1][1, 1] = -1.0
+        say(json.dumps([owners, first, saved(ckpt, 2, state)]))
+        ckpt.close(flush=False)
+
+    places = [nodes[0], nodes[0], nodes[1], nodes[1]]
+    ends = job.run(places, body, memory=KEPT, policy=AUDITED)
+    for rank, (line,) in enumerate(ends):
+        owners, first, _ = json.loads(line)
+        assert sorted(owners) == [rank % 2, rank % 2 + 2] and first == ["durable"]
+    assert facts(root, 1) == {"audit": {"number": 0, "entries": 2}}
+    (entry,) = facts(root, 2)["disagreements"]["entries"]
+    assert (entry["key"], entry["ranks"]) == ("w@4,0:2,2+6,0:2,2", [[1], [3]])
+    whole = everstep.load(root, step=1)["model"]["w"]
+    assert whole[:, 0].tolist() == [0, 2, 100, 102, 10, 12, 110, 112]
+    assert fsck(root) == []
