@@ -7,11 +7,13 @@ each; who counts otherwise (its snapshot failed where the others' did not) compa
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .agent.client import Progress
 from .format.layout import Entry, Scope
-from .plan.agreement import windows
+from .plan.agreement import copy_windows, windows
 from .policy import Policy
 from .snapshot.copier import Plan
 from .snapshot.digests import digests
@@ -30,21 +32,28 @@ disagreement at different times, and compare nothing as long as some have not.""
 
 Name = tuple[str, str]
 """(part, key)."""
+Windows = list[list[int]]
+"""Positions in a layout, dealt out to audits."""
 _NONE: frozenset[Name] = frozenset()
 
 
 class Auditor:
     """One rank's part in the comparison. Used from the trainer's thread only."""
 
-    def __init__(self, rank: int, world: int, policy: Policy) -> None:
+    def __init__(self, rank: int, world: int, policy: Policy, copies: int = 0) -> None:
         self._rank = rank
         self._world = world
+        self._copies = copies
         self._every = policy.audit_every if world > 1 else None
         self._policy = policy.on_disagreement
         self._number = -1
         self._step: int | None = None
         self._plan: Plan | None = None
-        self._windows: list[list[list[int]]] = []
+        self._windows: list[Windows] = []
+        self._copied: list[Windows] = []
+        """As ``_windows``, of what this rank's slots hold of the entries with second copies."""
+        self._here: frozenset[int] = frozenset()
+        """Entries that lie in this rank's slots."""
         self._known: set[str] = set()
         """Hashes of the layouts of which the ranks' own tensors were compared."""
         self._asked: OrderedDict[int, tuple[str, frozenset[Name]]] = OrderedDict()
@@ -63,22 +72,25 @@ class Auditor:
 
     def meta(self, step: int, flat: FlatState, plan: Plan, *, flush: bool) -> dict[str, Any]:
         """What the snapshot's meta holds: nothing where there is nothing to compare. With ``flush`` it hashes, now,
-        what other ranks store of this rank's tensors; a snapshot that may be flushed later asks for the agent's
-        hashes only."""
+        what other ranks store of this rank's tensors, and this one has no copy of; a snapshot that may be flushed
+        later asks for the agent's hashes only."""
         if self._world < 2:
             return {}
-        entries = plan.layout.entries
-        window = self._window(flat, plan) if flush else []
-        stored = [index for index in window if entries[index].image is not None]
-        live = [index for index in window if entries[index].image is None]
+        self._plan_for(flat, plan)
+        window = self._window(plan) if flush else []
+        here = self._here
+        stored = _current(self._copied, self._number)
+        if window:
+            stored = sorted({*stored, *(index for index in window if index in here)})
+        live = [index for index in window if index not in here]
         equal = plan.layout_hash not in self._known and len(self._known) < STRUCTURES_MAX
         if window or equal:
-            names = frozenset(_name(entries[index]) for index in window)
+            names = frozenset(_name(plan.layout.entries[index]) for index in window)
             self._remember(step, plan.layout_hash if equal else "", names, flush=flush)
         found: dict[str, Any] = {}
-        if window:
+        if window or stored:
             found[AUDIT] = {"number": self._number, "on_disagreement": self._policy}
-        if window or equal:
+        if window or stored or equal:
             found[HASHES] = asked(
                 stored=stored,
                 live=live,
@@ -113,14 +125,26 @@ class Auditor:
         while len(self._asked) > FLUSHES_MAX:
             self._asked.popitem(last=False)
 
-    def _window(self, flat: FlatState, plan: Plan) -> list[int]:
+    def _plan_for(self, flat: FlatState, plan: Plan) -> None:
+        if self._plan is plan:
+            return
+        groups = _groups(flat, plan)
+        here = self._here = frozenset(place.entry for place in plan.layout.places())
+        every, world, copies = self._every, self._world, self._copies
+        self._windows = []
+        if every:
+            deal = partial(windows, least=every, world=world)
+            self._windows = [_deal(plan, group, deal) for _, group in groups]
+        self._copied = []
+        for sharers, group in groups:
+            count, some = len(sharers) or world, [index for index in group if index in plan.copied]
+            dealt = _deal(plan, some, partial(copy_windows, sharers=count, copies=copies, world=world))
+            self._copied.append([[index for index in window if index in here] for window in dealt])
+        self._plan = plan
+
+    def _window(self, plan: Plan) -> list[int]:
         """Positions in the layout of what this audit compares."""
-        if not self._every:
-            return []
-        if self._plan is not plan:
-            self._windows = self._deal(flat, plan)
-            self._plan = plan
-        found = {index for some in self._windows for index in some[self._number % len(some)]}
+        found = set(_current(self._windows, self._number))
         if self._suspects:
             for some in self._windows:
                 found |= {
@@ -128,20 +152,26 @@ class Auditor:
                 }
         return sorted(found)
 
-    def _deal(self, flat: FlatState, plan: Plan) -> list[list[list[int]]]:
-        """By set of ranks that hold the same: its windows."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for index, (leaf, entry) in enumerate(zip(flat.leaves, plan.layout.entries, strict=True)):
-            if entry.nbytes and (sharers := _sharers(leaf, entry)) is not None:
-                groups.setdefault(sharers, []).append(index)
-        found = []
-        for _, group in sorted(groups.items()):
-            sizes = [
-                (entry.part, entry.key, entry.nbytes) for entry in (plan.layout.entries[i] for i in group)
-            ]
-            dealt = windows(sizes, self._every or 1, self._world)
-            found.append([[group[position] for position in window] for window in dealt])
-        return found
+
+def _groups(flat: FlatState, plan: Plan) -> list[tuple[tuple[int, ...], list[int]]]:
+    """Sets of ranks that hold the same, with the positions in the layout of what they hold."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, (leaf, entry) in enumerate(zip(flat.leaves, plan.layout.entries, strict=True)):
+        if entry.nbytes and (sharers := _sharers(leaf, entry)) is not None:
+            groups.setdefault(sharers, []).append(index)
+    return sorted(groups.items())
+
+
+def _deal(plan: Plan, group: list[int], deal: Callable[[list[tuple[str, str, int]]], Windows]) -> Windows:
+    """The windows of some positions in the layout."""
+    entries = [plan.layout.entries[index] for index in group]
+    dealt = deal([(entry.part, entry.key, entry.nbytes) for entry in entries])
+    return [[group[position] for position in window] for window in dealt]
+
+
+def _current(groups: list[Windows], number: int) -> list[int]:
+    """What audit ``number`` is about."""
+    return [index for some in groups if some for index in some[number % len(some)]]
 
 
 def _sharers(leaf: Leaf, entry: Entry) -> tuple[int, ...] | None:

@@ -36,7 +36,7 @@ from .memorytier import MemoryTier, Room
 from .nodes import node_of
 from .opening import Origin, begin_incarnation
 from .places import locate
-from .planning import expected_slot_bytes
+from .planning import Copies, expected_slot_bytes
 from .policy import SHARED_MEMORY, Memory, Policy
 from .ranks import Ranks
 from .reading import into_state
@@ -116,6 +116,10 @@ class Checkpointer:
         self._closed = False
         self._pid = os.getpid()
         self._held: list[Arena] = []
+        self._nodes: list[str] = []
+        """Of all ranks, once they have told each other."""
+        self._copies = 0
+        """Second copies of each replicated tensor: what was asked for, as far as there are nodes."""
         self.recovery: Recovery | None = None
         self._loaded: TrainState | None = None
         """What a load restored, until a step or save follows it."""
@@ -315,12 +319,14 @@ class Checkpointer:
     def _reserve(self, state: TrainState) -> None:
         """Room for the slots, before the first step: too little is told here, by all ranks."""
         ranks, tier = self._meet()
+        self._compare_nodes(ranks, tier)
+        copies = Copies.on(ranks.rank, self._nodes, self._copies)
 
         def reserve() -> None:
             given = self._memory.bytes if self._memory is not None else None
             run = find_run(self._backend)
             tier.reserve(
-                given or expected_slot_bytes(state, ranks.world),
+                given or expected_slot_bytes(state, ranks.world, copies),
                 chunk_bytes=run.chunk_bytes if run is not None else CHUNK_BYTES,
                 adopted=self._origin.adopted,
                 run_id=run.run_id if run is not None else "",
@@ -329,6 +335,31 @@ class Checkpointer:
             self._held = []
 
         ranks.together("reserving memory", reserve, timeout_s=self._policy.rank_timeout_s)
+
+    def _compare_nodes(self, ranks: Ranks, tier: MemoryTier) -> None:
+        """Once: on which nodes the ranks are, and how many second copies that leaves room for."""
+        if self._nodes:
+            return
+        memory = self._memory
+        here = node_of(self._place.node, tier.directory) if memory is not None else self._place.node
+        wanted = memory.replicas if memory is not None else 0
+        told = ranks.agree("comparing nodes", [here, wanted], timeout_s=self._policy.rank_timeout_s)
+        if len({replicas for _, replicas in told}) > 1:
+            raise BadOption(
+                "Memory(replicas=) differs between the ranks",
+                found={rank: replicas for rank, (_, replicas) in enumerate(told)},
+                expected="the same number on all ranks",
+            )
+        nodes = [node for node, _ in told]
+        others = len(set(nodes)) - 1
+        if wanted > others and ranks.rank == 0:
+            warnings.warn(
+                f"everstep: Memory(replicas={wanted}) is lowered to {others}: each copy lies on another node, and "
+                f"besides the node that stores a tensor this job has {others}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._nodes, self._copies = nodes, min(wanted, others)
 
     def _writing(self, state: TrainState | Mapping[str, Any]) -> Session:
         self._check_usable()
@@ -376,9 +407,8 @@ class Checkpointer:
         self._reserve(state)
         timeout_s = self._policy.rank_timeout_s
         ranks.together("looking for the run", lambda: self._see_run(run), timeout_s=timeout_s)
-        here = node_of(self._place.node, tier.directory) if self._memory is not None else self._place.node
-        nodes = ranks.agree("comparing nodes", here, timeout_s=timeout_s)
-        tier.settle_in([rank for rank, node in enumerate(nodes) if node == here], ranks.world)
+        here = self._nodes[ranks.rank]
+        tier.settle_in([rank for rank, node in enumerate(self._nodes) if node == here], ranks.world)
 
         def start() -> Session:
             return Session(
@@ -392,6 +422,8 @@ class Checkpointer:
                 slots=self._room.slots,
                 overlap=self._memory is not None and self._memory.copy == "overlap",
                 memory=self._memory is not None,
+                copies=self._copies,
+                nodes=self._nodes,
             )
 
         return ranks.together("opening the run", start, timeout_s=timeout_s)

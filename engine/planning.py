@@ -6,6 +6,7 @@ not changed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -67,13 +68,15 @@ class LayoutPlanner:
                 "shards name holders that this job does not have", found=str(problem)
             ) from None
         alone = (self._rank,)
-        specs = [
-            leaf.spec(stored=self.owners.get((leaf.part, leaf.key), alone)[0] == self._rank)
-            for leaf in leaves
-        ]
+        specs, copied = [], []
+        for index, leaf in enumerate(leaves):
+            first, *second = self.owners.get((leaf.part, leaf.key), alone)
+            specs.append(leaf.spec(stored=first == self._rank, copied=self._rank in second))
+            if second:
+                copied.append(index)
         layout = build_layout(specs)
         encoded = encode(layout)
-        return Plan(layout, encoded, layout_hash(encoded))
+        return Plan(layout, encoded, layout_hash(encoded), frozenset(copied))
 
     def _holders(self, leaf: Leaf) -> tuple[int, ...] | None:
         """The ranks that hold the same of a GLOBAL leaf; None: all of this job."""
@@ -91,28 +94,56 @@ class _Sized(NamedTuple):
     nbytes: int
 
 
-def expected_slot_bytes(state: TrainState, world: int) -> int:
+class Copies(NamedTuple):
+    """How many second copies there are of each replicated tensor, and which part of a tensor that all ranks hold one
+    rank's copies amount to in the mean."""
+
+    number: int
+    share: float
+
+    @classmethod
+    def on(cls, rank: int, nodes: Sequence[str], number: int) -> Copies:
+        """Of ``rank``, where ``nodes`` are those of all ranks and ``number`` is below how many there are."""
+        if not number:
+            return NO_COPIES
+        here, world = nodes.count(nodes[rank]), len(nodes)
+        if number + 1 == len(set(nodes)):  # each node has a copy of all that the others store
+            return cls(number, (1 - here / world) / here)
+        return cls(number, min(1, number / world))
+
+    def among(self, holders: int) -> float:
+        """The same of a tensor that ``holders`` ranks hold, each on a node of its own."""
+        return min(self.number, holders - 1) / holders
+
+
+NO_COPIES = Copies(0, 0.0)
+
+
+def expected_slot_bytes(state: TrainState, world: int, copies: Copies = NO_COPIES) -> int:
     """Room for one snapshot of this rank, said before the first step: what is there now and what optimizers will
-    add; of replicated tensors this rank's share, and one whole of the largest, for shares are not equal."""
+    add; of replicated tensors this rank's share, and one whole of the largest, for shares are not equal. The same
+    for second copies of them."""
     flat = state.flatten()
     shared = any(leaf.scope is Scope.GLOBAL and type(leaf) is Leaf for leaf in flat.leaves)
     sizes, largest = [], 0
     for leaf in flat.leaves:
-        count = 1
+        count, second = 1, 0.0
         if isinstance(leaf, ShardedLeaf):
             count = len(leaf.holders or (0,))
+            second = copies.among(count)
         elif leaf.scope is Scope.GLOBAL:
-            count = world
-        sizes.append(_Sized(-(-leaf.nbytes // count)))
+            count, second = world, copies.share
+        sizes.append(_Sized(math.ceil(leaf.nbytes * (1 / count + second))))
         if count > 1:
-            largest = max(largest, leaf.nbytes)
+            largest = max(largest, leaf.nbytes * (2 if second else 1))
 
     def share(parameter: torch.Tensor) -> float:
         """Bytes of what this rank will store of a tensor of the optimizer's that is like ``parameter``."""
         held = held_by(parameter)
         if held is None:
-            return parameter.nbytes / (world if shared else 1)
-        return sum(piece.nbytes for piece in held.pieces) / len(held.holders or (0,))
+            return parameter.nbytes * ((1 / world + copies.share) if shared else 1)
+        count = len(held.holders or (0,))
+        return sum(piece.nbytes for piece in held.pieces) * (1 / count + copies.among(count))
 
     expected = estimate(sizes, state.optimizers(), state_bytes=len(flat.state), share=share)
     return expected.nbytes + largest

@@ -26,12 +26,17 @@ class Memory:
     ``copy="eager"`` returns from ``step`` when the copy is done. ``copy="overlap"`` copies parameters and
     optimizer state behind the next forward and backward, and makes the next ``optimizer.step()`` wait for it.
     Whoever writes to parameters between two optimizer steps through ``.data`` evades the check for that.
+
+    ``replicas`` is how many ranks, each on another node, keep a second copy in memory of every tensor that several
+    ranks hold alike (``replicated=``, DDP, HSDP) besides the one that stores it. Copies are compared at every flush;
+    they are not written to disk. At most one fewer than there are nodes: more is lowered, with a warning.
     """
 
     slots: int = SLOTS_MIN
     bytes: int | None = None
     path: str | os.PathLike[str] | None = None
     copy: Literal["eager", "overlap"] = "eager"
+    replicas: int = 0
 
     def __post_init__(self) -> None:
         if not _is_whole(self.slots) or not SLOTS_MIN <= self.slots <= SLOTS_MAX:
@@ -42,6 +47,8 @@ class Memory:
             )
         if self.bytes is not None and (not _is_whole(self.bytes) or self.bytes <= 0):
             raise BadOption("Memory(bytes=) must be a whole number above 0", found=repr(self.bytes))
+        if not _is_whole(self.replicas) or self.replicas < 0:
+            raise BadOption("Memory(replicas=) must be a whole number, at least 0", found=repr(self.replicas))
         if self.path is not None:
             object.__setattr__(self, "path", _directory(self.path))
         if self.copy not in ("eager", "overlap"):
@@ -68,7 +75,8 @@ class Policy:
     rank, and the hashes are compared before the commit. None: never. ``on_disagreement`` says what happens where
     they differ: ``"warn"`` commits, records it in the manifest, and warns on all ranks at the next call;
     ``"refuse"`` fails the flush with ReplicasDiffer on all ranks, and every later one until the ranks agree again.
-    What differed once is looked at again at each flush.
+    What differed once is looked at again at each flush. Second copies (``Memory(replicas=)``) are compared with what is
+    stored at every flush in any case, by the agents.
 
     ``rate_bytes_per_s`` limits what the agent writes. ``commit_timeout_s`` bounds the wait for the other ranks'
     votes, ``slot_timeout_s`` the wait of the training loop for a free slot, ``rank_timeout_s`` any wait for

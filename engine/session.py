@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -54,7 +54,10 @@ class Session:
         slots: int,
         overlap: bool,
         memory: bool,
+        copies: int,
+        nodes: Sequence[str],
     ) -> None:
+        """``copies`` of each replicated tensor, besides the one that is stored; ``nodes`` of all ranks."""
         self._memory = memory
         self._ranks = ranks
         self._policy = policy
@@ -67,8 +70,10 @@ class Session:
         self._unfinished_max = max(1, slots - 2)
         start = adopted[1] if adopted else -1
         self._decisions = Decisions(ranks, policy, start=start, unfinished_max=self._unfinished_max)
-        self._snapshots = Snapshots(tier, ranks, overlap=overlap, settled=self._send_pending)
-        self._auditor = Auditor(ranks.rank, ranks.world, policy)
+        self._snapshots = Snapshots(
+            tier, ranks, overlap=overlap, settled=self._send_pending, copies=copies, nodes=nodes
+        )
+        self._auditor = Auditor(ranks.rank, ranks.world, policy, copies)
         self._pending: Taken | None = None
         self._pins: dict[int, Pinned] = {}
         """Slots whose flush was asked for: the agent pins a slot only when it comes to the request, and a new one

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,11 +40,21 @@ class Taken:
 class Snapshots:
     """One rank's snapshots. Used from the trainer's thread only; the hooks run on it too."""
 
-    def __init__(self, tier: MemoryTier, ranks: Ranks, *, overlap: bool, settled: Callable[[], None]) -> None:
-        """``settled`` is called when a late copy has ended, well or not."""
+    def __init__(
+        self,
+        tier: MemoryTier,
+        ranks: Ranks,
+        *,
+        overlap: bool,
+        settled: Callable[[], None],
+        copies: int,
+        nodes: Sequence[str],
+    ) -> None:
+        """``settled`` is called when a late copy has ended, well or not. ``copies`` and ``nodes`` (of all ranks): see
+        :class:`~.plan.owners.Owners`."""
         self._tier = tier
         self._copier = Copier()
-        self._planner = LayoutPlanner(ranks.rank, ranks.world)
+        self._planner = LayoutPlanner(ranks.rank, ranks.world, copies=copies, node_of=nodes)
         self._settled = settled
         self._hooks = Hooks(self._before_optimizer) if overlap else None
         self._copying: tuple[Taken, WriteSlot, LateCopy, str] | None = None

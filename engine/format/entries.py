@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class Scope(enum.IntEnum):
@@ -45,7 +47,8 @@ class EntrySpec:
     """One tensor of a rank's state before it has a place: what :func:`build_layout` takes.
 
     ``shape`` is the global shape. ``boxes`` are what this rank holds (one full box for a plain tensor).
-    ``stored`` is False when another rank stores this (GLOBAL) entry.
+    ``stored`` is False when another rank stores this (GLOBAL) entry; ``copied`` is True where this rank then keeps a
+    second copy of it.
     """
 
     part: str
@@ -55,6 +58,7 @@ class EntrySpec:
     boxes: tuple[Box, ...]
     scope: Scope = Scope.RANK
     stored: bool = True
+    copied: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +92,35 @@ class ImageSpec:
     nbytes: int
 
 
+class Place(NamedTuple):
+    """Where an entry lies: its position in ``Layout.entries``, that of an image, and the offset in it as in
+    :class:`Entry`."""
+
+    entry: int
+    image: int
+    offset: int
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Entries in the order of the state tree (the order that state images refer to by index), and images."""
+    """Entries in the order of the state tree (the order that state images refer to by index), and images.
+
+    ``copies`` are images of another kind: they hold second copies of entries that other ranks store (``image`` is
+    None in those), lie in slots only, and count for nothing that is durable. ``copied`` says what lies in them, by
+    entry; ``image`` is an index into ``copies`` there.
+    """
 
     entries: tuple[Entry, ...]
     images: tuple[ImageSpec, ...]
+    copies: tuple[ImageSpec, ...] = ()
+    copied: tuple[Place, ...] = ()
+
+    def places(self) -> Iterator[Place]:
+        """All that a slot holds, by entry; images are counted on from ``images`` into ``copies``."""
+        first = len(self.images)
+        copied = {one.entry: one for one in self.copied}
+        for index, entry in enumerate(self.entries):
+            if entry.image is not None:
+                yield Place(index, entry.image, entry.offset)
+            elif (copy := copied.get(index)) is not None:
+                yield Place(index, first + copy.image, copy.offset)

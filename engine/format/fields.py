@@ -24,7 +24,8 @@ WHOLE = 0
 class Fields:
     """A layout's fields as they are stored, unpacked, whatever the version: lists by image and by entry.
 
-    ``image`` is 0 where nothing is stored, else 1 + index into ``images``; ``begin`` counts from the first
+    ``image`` is 0 where nothing lies here, else 1 + index into ``images``, the last ``copies`` of which have second
+    copies; ``begin`` counts from the first
     data byte of the image, None for the usual places; ``boxes`` is None for one full box, else all offsets
     and lengths.
     """
@@ -42,6 +43,7 @@ class Fields:
     boxes: list[tuple[int, ...] | None]
     image: list[int]
     begin: list[int] | None
+    copies: int = 0
 
 
 class Schema(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -58,9 +60,9 @@ class Schema(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     shape: bytes
 
 
-class Own(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class Own(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defaults=True):
     """A layout: the schema's bytes and what is a rank's own. ``offsets`` and ``lengths`` have, for all boxes
-    that are not whole tensors, one number for each axis."""
+    that are not whole tensors, one number for each axis. ``copies`` is left out where there are none."""
 
     v: int
     schema: bytes
@@ -72,6 +74,7 @@ class Own(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     lengths: bytes
     image: bytes
     begin: bytes | None
+    copies: int = 0
 
 
 class _Version1(msgspec.Struct, forbid_unknown_fields=True):
@@ -128,6 +131,7 @@ def encode_fields(fields: Fields) -> bytes:
         lengths=pack(lengths),
         image=pack(fields.image),
         begin=None if fields.begin is None else pack(fields.begin),
+        copies=fields.copies,
     )
     return encode_own(own)
 
@@ -221,6 +225,7 @@ def read_fields(data: bytes, name: str) -> tuple[int, Fields]:
             boxes=_flat_boxes(unpack(own.boxes), shapes, unpack(own.offsets), unpack(own.lengths)),
             image=unpack(own.image),
             begin=None if own.begin is None else unpack(own.begin),
+            copies=own.copies,
         )
     except BadColumn as problem:
         raise Damaged("the layout breaks a rule", name=name, found=str(problem)) from None
@@ -232,7 +237,7 @@ def _read_version1(data: bytes, name: str) -> Fields:
         found = _version1_decoder.decode(data)
     except _UNREADABLE as problem:
         raise _unreadable(problem, name) from None
-    return Fields(*[getattr(found, field) for field in Fields.__slots__])
+    return Fields(**{field: getattr(found, field) for field in found.__struct_fields__ if field != "v"})
 
 
 def _shapes(axes: list[int], sizes: list[int]) -> list[tuple[int, ...]]:

@@ -21,7 +21,7 @@ from ..errors import Damaged, UnknownFormat, UnsupportedValue
 from . import images
 from .constants import AXES_MAX, FORMAT_VERSION, HASH_BYTES, HEADER_BYTES_MAX, LAYOUT_BYTES_MAX, SIZE_MAX
 from .dtypes import DTYPES, Dtype, header_type
-from .entries import Box, Entry, EntrySpec, ImageSpec, Layout, Scope
+from .entries import Box, Entry, EntrySpec, ImageSpec, Layout, Place, Scope
 from .fields import Fields, encode_fields, read_fields
 from .hashing import digest, hexdigest
 from .vote import STATE_IMAGE
@@ -33,6 +33,7 @@ __all__ = [
     "EntrySpec",
     "ImageSpec",
     "Layout",
+    "Place",
     "Scope",
     "build_layout",
     "compress",
@@ -59,7 +60,8 @@ class _Invalid(Exception):
 
 @dataclass(slots=True)
 class _Row:
-    """An entry before its image's header, and thus its absolute offset, is known."""
+    """An entry before its image's header, and thus its absolute offset, is known. ``image`` counts on from the
+    images into those with second copies."""
 
     part: str
     key: str
@@ -77,23 +79,32 @@ class _Row:
 
 def build_layout(specs: Sequence[EntrySpec]) -> Layout:
     """Give every stored entry its place: one image per part, tensors by item size (largest first), then in
-    the order given, so that each is naturally aligned and there are no holes.
+    the order given, so that each is naturally aligned and there are no holes. Second copies likewise, in images of
+    their own.
 
     Raises :class:`UnsupportedValue` (its ``path`` is part/key) for unknown dtypes, boxes outside the shape, a
     key twice in a part, text that is not Unicode.
     """
     try:
-        image_of: dict[str, int] = {}
+        image_of = {part: i for i, part in enumerate(dict.fromkeys(s.part for s in specs if _here(s)))}
+        copy_of: dict[str, int] = {}
         rows: list[_Row] = []
         for spec in specs:
             row = _checked(spec.part, spec.key, spec.dtype, spec.shape, spec.boxes, spec.scope)
-            if spec.stored and spec.boxes:
-                row.image = image_of.setdefault(spec.part, len(image_of))
+            if _here(spec):
+                row.image = image_of[spec.part]
+            elif spec.copied and spec.boxes:
+                row.image = len(image_of) + copy_of.setdefault(spec.part, len(copy_of))
             rows.append(row)
-        _place(rows, len(image_of))
-        return _assemble(rows, _image_names(image_of), list(image_of))
+        _place(rows, len(image_of) + len(copy_of))
+        names = _image_names(image_of) + _image_names(copy_of)
+        return _assemble(rows, names, [*image_of, *copy_of], len(copy_of))
     except _Invalid as problem:
         raise UnsupportedValue("this entry cannot be stored", found=str(problem), path=problem.path) from None
+
+
+def _here(spec: EntrySpec) -> bool:
+    return spec.stored and bool(spec.boxes)
 
 
 def _place(rows: list[_Row], images_count: int) -> None:
@@ -194,10 +205,13 @@ def _check_texts(rows: list[_Row]) -> None:
 # -------------------------------------------------------------------------------------------- assembling
 
 
-def _assemble(rows: list[_Row], names: list[str], parts: list[str]) -> Layout:
-    """Headers, absolute offsets and the finished layout; checks what concerns entries together."""
-    if len(set(names)) != len(names) or STATE_IMAGE in names:
-        raise _Invalid("images", f"names {names} are not proper")
+def _assemble(rows: list[_Row], names: list[str], parts: list[str], copies: int) -> Layout:
+    """Headers, absolute offsets and the finished layout; checks what concerns entries together. The last ``copies``
+    images have second copies."""
+    stored = len(names) - copies
+    for some in (names[:stored], names[stored:]):
+        if len(set(some)) != len(some) or STATE_IMAGE in some:
+            raise _Invalid("images", f"names {some} are not proper")
     members: list[list[int]] = [[] for _ in names]
     seen: set[tuple[str, str]] = set()
     for index, row in enumerate(rows):
@@ -205,19 +219,24 @@ def _assemble(rows: list[_Row], names: list[str], parts: list[str]) -> Layout:
             if row.part != parts[row.image]:
                 raise _Invalid(f"{row.part}/{row.key}", "stored in the image of another part")
             members[row.image].append(index)
-        elif row.scope is not Scope.GLOBAL:
+        if row.scope is not Scope.GLOBAL and (row.image is None or row.image >= stored):
             raise _Invalid(f"{row.part}/{row.key}", "an entry of one rank alone must be stored by it")
         seen.add((row.part, row.key))
     if len(seen) != len(rows):
         _raise_twice(rows)
     _check_texts(rows)
     specs = [_image_spec(rows, members[i], names[i], parts[i]) for i in range(len(names))]
-    entries = []
-    for row in rows:
+    entries, copied = [], []
+    for index, row in enumerate(rows):
         offset = 0 if row.image is None else row.begin + len(specs[row.image].header)
-        place = (row.image, offset, row.nbytes)
-        entries.append(Entry(row.part, row.key, row.dtype.name, row.shape, row.boxes, row.scope, *place))
-    return Layout(tuple(entries), tuple(specs))
+        place: tuple[int | None, int] = row.image, offset
+        if row.image is not None and row.image >= stored:
+            copied.append(Place(index, row.image - stored, offset))
+            place = None, 0
+        entries.append(
+            Entry(row.part, row.key, row.dtype.name, row.shape, row.boxes, row.scope, *place, row.nbytes)
+        )
+    return Layout(tuple(entries), tuple(specs[:stored]), tuple(specs[stored:]), tuple(copied))
 
 
 def _raise_twice(rows: list[_Row]) -> None:
@@ -260,20 +279,21 @@ def _image_spec(rows: list[_Row], members: list[int], name: str, part: str) -> I
 
 def encode(layout: Layout) -> bytes:
     """The canonical bytes of ``layout``: equal layouts give equal bytes, whoever encodes them."""
-    headers = [len(image.header) for image in layout.images]
+    images = (*layout.images, *layout.copies)
     entries = layout.entries
-    begin: list[int] | None = [
-        0 if entry.image is None else entry.offset - headers[entry.image] for entry in entries
-    ]
-    if begin == _usual(entries, len(layout.images)):
-        begin = None
+    lies: list[int | None] = [None] * len(entries)
+    begins = [0] * len(entries)
+    for index, image, offset in layout.places():
+        lies[index] = image
+        begins[index] = offset - len(images[image].header)
+    usual = begins == _usual(entries, lies, len(images))
     parts: dict[str, int] = {}
     dtypes: dict[str, int] = {}
     return encode_fields(
         Fields(
-            images=[image.name for image in layout.images],
-            image_part=[image.part for image in layout.images],
-            image_bytes=[image.nbytes - len(image.header) for image in layout.images],
+            images=[image.name for image in images],
+            image_part=[image.part for image in images],
+            image_bytes=_data_bytes(layout),
             part=[parts.setdefault(entry.part, len(parts)) for entry in entries],
             parts=list(parts),
             dtype=[dtypes.setdefault(entry.dtype, len(dtypes)) for entry in entries],
@@ -282,17 +302,23 @@ def encode(layout: Layout) -> bytes:
             scope=[int(entry.scope) for entry in entries],
             shape=[entry.shape for entry in entries],
             boxes=[_flat_boxes(entry.boxes, entry.shape) for entry in entries],
-            image=[0 if entry.image is None else 1 + entry.image for entry in entries],
-            begin=begin,
+            image=[0 if image is None else 1 + image for image in lies],
+            begin=None if usual else begins,
+            copies=len(layout.copies),
         )
     )
 
 
-def _usual(entries: Sequence[Entry], images_count: int) -> list[int]:
+def _data_bytes(layout: Layout) -> list[int]:
+    """Sizes of all images without their headers."""
+    return [image.nbytes - len(image.header) for image in (*layout.images, *layout.copies)]
+
+
+def _usual(entries: Sequence[Entry], lies: Sequence[int | None], images_count: int) -> list[int]:
     """Where the entries would begin if they were placed as writers do."""
     return usual_places(
         [DTYPES[entry.dtype].bits for entry in entries],
-        [None if entry.image is None else entry.image for entry in entries],
+        lies,
         [entry.nbytes for entry in entries],
         images_count,
     )
@@ -318,8 +344,8 @@ def decode(data: bytes, name: str = "layout") -> Layout:
         raise UnknownFormat("the layout has dtypes that this release does not know", name=name, found=unknown)
     try:
         rows = _rows(fields, scopes=len(Scope) if version > 1 else Scope.FIRST.value)
-        layout = _assemble(rows, fields.images, fields.image_part)
-        if [image.nbytes - len(image.header) for image in layout.images] != fields.image_bytes:
+        layout = _assemble(rows, fields.images, fields.image_part, fields.copies)
+        if _data_bytes(layout) != fields.image_bytes:
             raise _Invalid("images", "sizes are not those of the entries")
         if version == FORMAT_VERSION and encode(layout) != data:
             raise _Invalid("layout", "bytes are not canonical")
@@ -337,6 +363,8 @@ def _rows(fields: Fields, scopes: int) -> list[_Row]:
             raise _Invalid(field, f"{len(values)} values for {count} entries")
     if len(fields.image_part) != len(fields.images):
         raise _Invalid("images", "columns differ in length")
+    if not 0 <= fields.copies <= len(fields.images):
+        raise _Invalid("copies", f"{fields.copies} of {len(fields.images)} images")
     for field, limit in (("part", len(fields.parts)), ("dtype", len(fields.dtypes)), ("scope", scopes)):
         _check_range(field, getattr(fields, field), limit)
     _check_range("image", fields.image, len(fields.images) + 1)

@@ -56,7 +56,8 @@ class Table:
 
     def stored(self) -> Array:
         """For each entry whether this rank stores it."""
-        return self._column(self.own.image, len(self.schema.names)) != 0
+        image = self._column(self.own.image, len(self.schema.names))
+        return (image != 0) & (image <= len(self.own.images) - self.own.copies)
 
     def cuts(self, count: int) -> tuple[Array, Array]:
         """Offsets and lengths (``count`` numbers each) of all boxes that are not whole tensors, one number for

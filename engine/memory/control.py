@@ -61,6 +61,8 @@ _SEAL_OFFSET = 3072
 _SEALED_OFFSET = SLOT_PAGE_BYTES + TABLE_BYTES
 
 IMAGE_PREFIX = "image:"
+COPY_PREFIX = "copy:"
+"""Of regions with second copies of what other ranks store: no part of what a seal proves, nor of what is flushed."""
 STATE_REGION = "state"
 
 

@@ -73,10 +73,22 @@ def windows(sizes: Sequence[tuple[str, str, int]], least: int, world: int) -> li
     """Positions in ``sizes`` (part, key, bytes of the replicated entries that one set of ranks shares), dealt out to
     as many flushes as the bounds demand, ``least`` or more, evenly by bytes: every rank that has the same entries
     finds the same windows, whatever their order. Empty without entries."""
+    total = sum(nbytes for _, _, nbytes in sizes)
+    return _dealt(sizes, max(least, -(-total // AUDIT_BYTES), -(-len(sizes) // hashes_max(world))))
+
+
+def copy_windows(
+    sizes: Sequence[tuple[str, str, int]], sharers: int, copies: int, world: int
+) -> list[list[int]]:
+    """As :func:`windows`, of entries with ``copies`` second copies, which ``sharers`` ranks share: all of them at each
+    flush, as long as not too many hashes come together of it. Their bytes are read by agents, and count for nothing."""
+    at_once = max(1, hashes_max(world) * sharers // (1 + copies))
+    return _dealt(sizes, -(-len(sizes) // at_once))
+
+
+def _dealt(sizes: Sequence[tuple[str, str, int]], count: int) -> list[list[int]]:
     if not sizes:
         return []
-    total = sum(nbytes for _, _, nbytes in sizes)
-    count = max(least, -(-total // AUDIT_BYTES), -(-len(sizes) // hashes_max(world)))
     found: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, 0, number) for number in range(count)]
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i][2], sizes[i][0], sizes[i][1]))

@@ -11,7 +11,7 @@ import torch
 from everstep.errors import StateMismatch
 from everstep.format.layout import Entry, Layout
 from everstep.memory import points
-from everstep.memory.control import IMAGE_PREFIX, STATE_REGION
+from everstep.memory.control import COPY_PREFIX, IMAGE_PREFIX, STATE_REGION
 from everstep.memory.slots import WriteSlot
 
 from .late import LateCopy
@@ -24,16 +24,19 @@ META_REGION = "meta"
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout as the copier needs it: with its canonical bytes and their hash. Made once per structure."""
+    """A layout as the copier needs it: with its canonical bytes and their hash. Made once per structure. ``copied``:
+    entries (positions in the layout) of which there are second copies, on whatever ranks."""
 
     layout: Layout
     encoded: bytes
     layout_hash: str
+    copied: frozenset[int] = frozenset()
 
     def regions(self, state_nbytes: int, meta_nbytes: int) -> list[tuple[str, int]]:
         """Regions of a snapshot. What a layout fixes comes first, so that it keeps its place when the state's
         size changes."""
         found = [(IMAGE_PREFIX + image.name, image.nbytes) for image in self.layout.images]
+        found += [(COPY_PREFIX + image.name, image.nbytes) for image in self.layout.copies]
         found.append((LAYOUT_REGION, len(self.encoded)))
         return [*found, (STATE_REGION, state_nbytes), (META_REGION, meta_nbytes)]
 
@@ -221,6 +224,8 @@ def _lay_around(
     if slot.layout_hash_before != plan.layout_hash:
         for image in plan.layout.images:
             places[IMAGE_PREFIX + image.name][: len(image.header)] = image.header
+        for image in plan.layout.copies:
+            places[COPY_PREFIX + image.name][: len(image.header)] = image.header
         places[LAYOUT_REGION][:] = plan.encoded
     places[STATE_REGION][:] = state
     places[META_REGION][:] = meta

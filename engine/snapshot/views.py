@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 from everstep.errors import UnsupportedValue
-from everstep.format.layout import Entry, Layout
-from everstep.memory.control import IMAGE_PREFIX
+from everstep.format.layout import Layout
+from everstep.memory.control import COPY_PREFIX, IMAGE_PREFIX
 
 COPYABLE: frozenset[torch.dtype] = frozenset(
     {
@@ -45,12 +45,13 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Expected:
-    """What a layout expects of the boxes that it stores, in order: the places of their entries in the layout,
-    their numbers within the entry, shapes, dtypes, first bytes and sizes. ``boxed``: some entry has several.
-    ``plain``: each is copied as it is (not as integers)."""
+    """What a layout expects of the boxes that lie in a slot, in order: the places of their entries in the layout,
+    their numbers within the entry, images (:meth:`Layout.places`), shapes, dtypes, first bytes and sizes. ``boxed``:
+    some entry has several. ``plain``: each is copied as it is (not as integers)."""
 
     indices: list[int]
     boxes: list[int]
+    images: list[int]
     shapes: list[torch.Size]
     dtypes: list[torch.dtype]
     offsets: list[int]
@@ -61,48 +62,45 @@ class Expected:
 
 def expect(layout: Layout) -> Expected:
     """Once per layout."""
-    found = Expected([], [], [], [], [], [], _is_boxed(layout), plain=True)
-    plain = True
-    for index, entry in enumerate(layout.entries):
-        if entry.image is None:
-            continue
-        dtype, begin = torch_dtype(entry.dtype), entry.offset
+    found = Expected([], [], [], [], [], [], [], boxed=False, plain=True)
+    plain, boxed = True, False
+    for index, image, offset in layout.places():
+        entry = layout.entries[index]
+        boxed = boxed or len(entry.boxes) > 1
+        dtype, begin = torch_dtype(entry.dtype), offset
         for number, box in enumerate(entry.boxes):
             size = entry.nbytes if len(entry.boxes) == 1 else box.volume * dtype.itemsize
             found.indices.append(index)
             found.boxes.append(number)
+            found.images.append(image)
             found.shapes.append(torch.Size(box.lengths))
             found.dtypes.append(dtype)
             found.offsets.append(begin)
             found.sizes.append(size)
             plain = plain and dtype in COPYABLE and _is_typed(begin, size, box.volume, dtype)
             begin += size
-        if begin != entry.offset + entry.nbytes:
+        if begin != offset + entry.nbytes:
             raise UnsupportedValue(
                 f"{entry.part}/{entry.key}: boxes of dtype {entry.dtype} have another size in the running torch",
-                found=begin - entry.offset,
+                found=begin - offset,
                 expected=entry.nbytes,
                 path=f"{entry.part}/{entry.key}",
             )
-    return replace(found, plain=plain)
-
-
-def _is_boxed(layout: Layout) -> bool:
-    return any(len(entry.boxes) > 1 for entry in layout.entries if entry.image is not None)
+    return replace(found, plain=plain, boxed=boxed)
 
 
 def build_destinations(
     layout: Layout, expected: Expected, places: Mapping[str, memoryview]
 ) -> list[torch.Tensor]:
-    """Views of all stored boxes in one slot, whose regions are ``places``."""
+    """Views of all boxes that lie in one slot, whose regions are ``places``."""
     with torch._C.DisableTorchFunction(), _no_collection():
-        images = [
-            torch.frombuffer(places[IMAGE_PREFIX + image.name], dtype=torch.uint8) for image in layout.images
-        ]
+        names = [IMAGE_PREFIX + image.name for image in layout.images]
+        names += [COPY_PREFIX + image.name for image in layout.copies]
+        images = [torch.frombuffer(places[name], dtype=torch.uint8) for name in names]
         return [
-            _view(images, layout.entries[index], begin, size, shape, dtype)
-            for index, begin, size, shape, dtype in zip(
-                expected.indices,
+            _view(images[image], begin, size, shape, dtype)
+            for image, begin, size, shape, dtype in zip(
+                expected.images,
                 expected.offsets,
                 expected.sizes,
                 expected.shapes,
@@ -137,20 +135,12 @@ def carrier(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in COPYABLE else _CARRIERS.get(dtype.itemsize, torch.uint8)
 
 
-def _view(
-    images: Sequence[torch.Tensor],
-    entry: Entry,
-    begin: int,
-    size: int,
-    shape: torch.Size,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def _view(image: torch.Tensor, begin: int, size: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """The bytes of one box in the shape that a source has; flat bytes where that cannot be."""
-    assert entry.image is not None
     carried = carrier(dtype)
     if size == 0:
         return torch.empty(shape, dtype=carried)
-    data = images[entry.image].narrow(0, begin, size)
+    data = image.narrow(0, begin, size)
     return data.view(carried).view(shape) if _is_typed(begin, size, prod(shape), dtype) else data
 
 

@@ -55,8 +55,8 @@ class Leaf:
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
 
-    def spec(self, *, stored: bool = True) -> EntrySpec:
-        return EntrySpec(self.part, self.key, self.dtype, self.shape, self.boxes, self.scope, stored)
+    def spec(self, *, stored: bool = True, copied: bool = False) -> EntrySpec:
+        return EntrySpec(self.part, self.key, self.dtype, self.shape, self.boxes, self.scope, stored, copied)
 
     @property
     def nbytes(self) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from everstep.backends.api import Backend
 from everstep.errors import Damaged
+from everstep.format.columns import pack, unpack
 from everstep.format.constants import HASH_DIGITS
 from everstep.format.hashing import hexdigest
 from everstep.format.layout import Layout, decode
@@ -36,11 +37,11 @@ LAYOUTS_MAX = 16
 def asked(
     *, stored: Sequence[int], live: Sequence[int], digests: Sequence[bytes], equal: bool
 ) -> dict[str, Any]:
-    """A snapshot's ``meta["hashes"]``. ``stored``: entries (positions in the layout) that the agent is to hash;
-    ``live``: entries that another rank stores, with the ``digests`` of what this rank holds; ``equal``: the rank's
-    own tensors are to be hashed, too."""
+    """A snapshot's ``meta["hashes"]``. ``stored``: entries (positions in the layout) that the agent is to hash, of
+    which the slot holds what is stored or a second copy; ``live``: entries that do not lie in it, with the ``digests``
+    of what this rank holds; ``equal``: the rank's own tensors are to be hashed, too."""
     joined = b"".join(digests).hex()
-    return {"stored": list(stored), "live": list(live), "digests": joined, "equal": equal}
+    return {"stored": pack(stored).hex(), "live": list(live), "digests": joined, "equal": equal}
 
 
 @lru_cache(maxsize=LAYOUTS_MAX)
@@ -54,25 +55,36 @@ def entry_hashes(pinned: Pinned, encoded: bytes, meta: dict[str, Any], world: in
     asked = meta.get(HASHES)
     if not asked:
         return None
-    entries = _decoded(encoded).entries
-    images = _decoded(encoded).images
-    wanted = _checked([*asked["stored"], *asked["live"]], len(entries))
-    stored = wanted[: len(asked["stored"])]
+    layout = _decoded(encoded)
+    entries = layout.entries
+    regions = [f"image:{image.name}" for image in layout.images]
+    regions += [f"copy:{image.name}" for image in layout.copies]
+    places = {place.entry: place for place in layout.places()}
+    stored = _unpacked(asked["stored"])
+    wanted = _checked([*stored, *asked["live"]], len(entries))
+    live = wanted[len(stored) :]
     if asked["equal"]:
         stored += agreement.own_entries(entries, world)
     found: dict[str, str] = {}
     for index in stored:
-        entry = entries[index]
-        if entry.image is None:
-            raise _nonsense(f"entry {index} is not stored here")
-        view = pinned.view(f"image:{images[entry.image].name}")
-        found[name_of(entry)] = hexdigest(view[entry.offset : entry.offset + entry.nbytes])
+        entry, place = entries[index], places.get(index)
+        if place is None:
+            raise _nonsense(f"entry {index} does not lie here")
+        view = pinned.view(regions[place.image])
+        found[name_of(entry)] = hexdigest(view[place.offset : place.offset + entry.nbytes])
     digests = str(asked["digests"])
     if len(digests) != len(asked["live"]) * HASH_DIGITS:
         raise _nonsense("digests and entries are not equally many")
-    for number, index in enumerate(wanted[len(asked["stored"]) :]):
+    for number, index in enumerate(live):
         found[name_of(entries[index])] = digests[number * HASH_DIGITS : (number + 1) * HASH_DIGITS]
     return found or None
+
+
+def _unpacked(column: object) -> list[int]:
+    try:
+        return unpack(bytes.fromhex(str(column)))
+    except ValueError as problem:
+        raise _nonsense(str(problem)) from None
 
 
 def _checked(indices: Iterable[Any], count: int) -> list[int]:

@@ -63,6 +63,14 @@ def specs(version: int = FORMAT_VERSION) -> list[EntrySpec]:
     return found
 
 
+def layout_with_copies() -> Layout:
+    """A rank that stores a tensor and keeps a second copy of another."""
+    shape, whole = (2,), (Box.full((2,)),)
+    w = EntrySpec("model", "w", "float32", shape, whole, Scope.GLOBAL)
+    v = EntrySpec("model", "v", "float32", shape, whole, Scope.GLOBAL, stored=False, copied=True)
+    return layout.build_layout([w, v])
+
+
 LAYOUT_OF_VERSION_1 = "457827f3612e6afe1aa2b64f63eaf97b"
 
 

@@ -21,7 +21,15 @@ from everstep.state.encode import Encoder
 from everstep.state.registry import Unknown
 from everstep.state.wire import Tag
 
-from .examples import RECORD, RUN, TOMBSTONE, example_layout, example_manifest, example_vote
+from .examples import (
+    RECORD,
+    RUN,
+    TOMBSTONE,
+    example_layout,
+    example_manifest,
+    example_vote,
+    layout_with_copies,
+)
 
 PAGE = Path(__file__).parents[2] / "engine" / "FORMAT.md"
 ESCAPED = ("model", "val/loss", "..", "", "Zoë", "a%b", "x" * 121)
@@ -110,6 +118,7 @@ def worked() -> dict[str, str]:
         "manifest": encode_decision(example_manifest(vote)).decode().rstrip(),
         "tombstone": encode_decision(TOMBSTONE).decode().rstrip(),
         "layout": hex_dump(encoded),
+        "copies": hex_dump(layout.encode(layout_with_copies())),
         "headers": "\n".join(image.header[8:].decode().rstrip() for image in example_layout().images),
         "vote": hex_dump(vote),
         "gather": hex_dump(encode_gather([vote])),

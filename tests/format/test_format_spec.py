@@ -21,7 +21,7 @@ from everstep.state.wire import (
     Tag,
 )
 
-from .examples import GATHER_NAME, VOTE_NAME, example_layout, example_vote
+from .examples import GATHER_NAME, VOTE_NAME, example_layout, example_vote, layout_with_copies
 from .spec import PAGE, blocks, dtype_rows, from_hex_dump, worked
 
 EXACT = [name for name in worked() if name not in ("vote", "gather", "manifest")]
@@ -46,6 +46,11 @@ def test_the_worked_layout_decodes() -> None:
     data = from_hex_dump(blocks()["layout"])
     assert layout.decode(data) == example_layout()
     assert f"Its hash: `{layout.layout_hash(data)}`" in PAGE.read_text()
+
+
+def test_the_worked_layout_with_copies_decodes() -> None:
+    found = layout.decode(from_hex_dump(blocks()["copies"]))
+    assert found == layout_with_copies() and len(found.images) == len(found.copies) == 1
 
 
 def test_the_worked_vote_decodes() -> None:
