@@ -175,7 +175,8 @@ class Checkpointer:
             self.recovery = found[0] if found is not None else None
             self._loaded = trained if found is not None else None
         self._origin = self._origin_of(self.recovery, config_reason)
-        self._reserve(trained)
+        if self._memory is not None:  # else only flushes need room, and the first of them makes it
+            self._reserve(trained)
         return self.recovery.step if self.recovery is not None else None
 
     def step(
