@@ -32,9 +32,10 @@ PICKLES = {"everstep.backends.conformance", "everstep.port.dcp_dirs", "everstep.
 """The first pickles and unpickles errors of its own making, to prove that they can be. The others read other
 libraries' files: by an unpickler that refuses what it does not know, or only to name torch's own refusal."""
 FOREIGN = {
-    "everstep.dcp.values": {"torch.load", "torch.save"},
-    "everstep.port.dcp_dirs": {"torch.load", "torch.save"},
-    "everstep.port.torch_files": {"torch.load", "torch.save"},
+    "everstep.dcp.values": {"torch.save"},
+    "everstep.port.dcp_dirs": {"torch.save"},
+    "everstep.port.torch_files": {"torch.save"},
+    "everstep.state.pickled": {"torch.load"},
 }
 """Modules that read and write other libraries' files, or speak with torch's planners in streams that never leave
 memory; each ``torch.load`` with ``weights_only=True``."""

@@ -21,6 +21,7 @@ from ..errors import UnsupportedValue
 from ..state import keys, objects
 from ..state.codec import walk
 from ..state.encode import Path
+from ..state.pickled import load_pickled
 from ..state.tree import Leaf, TreeEncoder
 from ..state.wire import MUTABLE, STATE_BYTES_MAX, STATE_VERSION, Node, Tag, tag_of
 
@@ -83,7 +84,7 @@ def value_of(planner: SavePlanner, item: WriteItem) -> Any:
         )
     data.seek(0)
     try:
-        return torch.load(data, weights_only=True)
+        return load_pickled(data)
     except Exception as error:
         raise UnsupportedValue(
             f"{item.index.fqn}: the planner's stream holds no plain values",

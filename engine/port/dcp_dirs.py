@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from ..errors import Damaged, EverstepError, UnsupportedValue
 from ..oneshot import load, save
+from ..state.pickled import load_pickled, refused_by
 from . import shape
 from .output import new_directory
 
@@ -100,7 +101,7 @@ def _explained(error: BaseException, path: str | os.PathLike[str]) -> EverstepEr
     if isinstance(cause, pickle.UnpicklingError):
         return UnsupportedValue(
             f"{name} holds objects that are not tensors or plain values",
-            found=str(cause).splitlines()[0][:300],
+            found=refused_by(cause),
             hint="Load it where its classes are known, and save plain state dicts",
             path=name,
         )
@@ -114,7 +115,7 @@ class _Planner(_EmptyStateDictLoadPlanner):
         super().__init__()  # type: ignore[no-untyped-call]
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        plain = torch.load(value, map_location="cpu", weights_only=True)
+        plain = load_pickled(value, map_location="cpu")
         super().load_bytes(read_item, _again(plain))
 
 

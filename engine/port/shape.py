@@ -16,6 +16,8 @@ from ..state.registry import Unknown
 OPTIMIZER_KEYS = {"state", "param_groups"}
 GROUP_PREFIX = "param_groups."
 STATE_PREFIX = "state."
+EXTRA_STATE = "_extra_state"
+"""How the keys of what modules keep in ``get_extra_state`` end."""
 
 
 def dotted(value: Any, part: str) -> dict[str, torch.Tensor]:
@@ -152,8 +154,18 @@ def _unwrapped(value: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def _is_state_dict(value: Mapping[Any, Any]) -> bool:
-    """Names to tensors: one part, not so many."""
-    return is_optimizer(value) or any(isinstance(item, torch.Tensor) for item in value.values())
+    """Names to tensors: one part, not so many. Tensors beside state dicts (a generator's state, a step) make none."""
+    if is_optimizer(value):
+        return True
+    nested = any(
+        isinstance(item, Mapping) and not str(key).endswith(EXTRA_STATE) and _holds_tensors(item)
+        for key, item in value.items()
+    )
+    return not nested and any(isinstance(item, torch.Tensor) for item in value.values())
+
+
+def _holds_tensors(value: Mapping[Any, Any]) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for _, leaf in _leaves(value, ""))
 
 
 def refuse_unknown(value: Any, path: str) -> None:

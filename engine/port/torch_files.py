@@ -1,4 +1,4 @@
-"""Files of ``torch.save``. They are read with ``weights_only=True``: nothing in them is executed."""
+"""Files of ``torch.save``. They are read as ``weights_only=True`` reads, and numpy too: nothing in them is executed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from ..errors import Damaged, UnsupportedValue
 from ..oneshot import load, save
+from ..state.pickled import load_pickled, refused_by
 from . import shape
 from .output import new_file
 
@@ -62,19 +63,19 @@ def read_torch(path: str | os.PathLike[str]) -> Any:
     name = os.fspath(path)
     try:
         try:
-            return torch.load(name, map_location="cpu", weights_only=True, mmap=True)
+            return load_pickled(name, map_location="cpu", mmap=True)
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
-            return torch.load(name, map_location="cpu", weights_only=True)
+            return load_pickled(name, map_location="cpu")
     except pickle.UnpicklingError as error:
         raise UnsupportedValue(
             f"{name} holds objects that are not tensors or plain values",
-            found=str(error).splitlines()[0][:300],
+            found=refused_by(error),
             hint="Load it where its classes are known, and save plain state dicts",
             path=name,
         ) from error
-    except (RuntimeError, EOFError) as error:
+    except (RuntimeError, EOFError, ValueError, TypeError) as error:
         raise Damaged(
             f"{name} cannot be read", found=str(error)[:300], expected="a file of torch.save", name=name
         ) from error

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import everstep
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -87,6 +89,64 @@ def test_torch_file_of_a_bare_state_dict(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "m.bin")
     assert import_torch(tmp_path / "m.bin", tmp_path / "run") == ["model"]
     assert equal(dict(everstep.load(tmp_path / "run")["model"]), dict(model.state_dict()))
+
+
+def test_random_states_and_numpy_values_come_back(tmp_path: Path) -> None:
+    """What a run holds by default, and what people put into their files beside the models."""
+    model, optimizer = trained()
+    odd = {
+        "ids": np.arange(3, dtype=np.int16),
+        "none": np.zeros((0, 2)),
+        "flag": np.bool_(True),
+        "text": np.array("a"),
+    }
+    state = everstep.TrainState(model=model, optimizer=optimizer, best=np.float64(0.5), odd=odd)
+    everstep.save(tmp_path / "run", 7, state)
+    expected = everstep.load(tmp_path / "run")
+    export_torch(tmp_path / "run", tmp_path / "a.pt")
+    export_dcp(tmp_path / "run", tmp_path / "d")
+    import_torch(tmp_path / "a.pt", tmp_path / "from_torch")
+    import_dcp(tmp_path / "d", tmp_path / "from_dcp")
+    drawn = []
+    for name in ("from_torch", "from_dcp"):
+        found = everstep.load(tmp_path / name)
+        for part in ("rng", "best", "odd"):
+            assert repr(found[part]) == repr(expected[part])
+        live = everstep.TrainState(model=model, optimizer=optimizer, best=np.float64(0), odd=odd)
+        everstep.load(tmp_path / name, into=live)
+        drawn.append((np.random.random(), torch.rand(1).item()))
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("as_dcp", [False, True])
+def test_tensors_beside_state_dicts_are_parts(as_dcp: bool, tmp_path: Path) -> None:
+    """A generator's state or a counter at the top does not make one state dict of the whole file."""
+    model, optimizer = trained()
+    value = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "torch_rng": torch.get_rng_state(),
+        "step": torch.tensor(3),
+    }
+    if as_dcp:
+        dcp.save(dict(value), checkpoint_id=tmp_path / "a", no_dist=True)
+        assert set(import_dcp(tmp_path / "a", tmp_path / "run")) == set(value)
+    else:
+        torch.save(value, tmp_path / "a")
+        assert import_torch(tmp_path / "a", tmp_path / "run") == list(value)
+    assert equal(dict(resumed(tmp_path / "run")), dict(continued(model, optimizer)))
+
+
+def test_extra_states_are_of_their_state_dict(tmp_path: Path) -> None:
+    value = {"w": torch.ones(2), "fp8._extra_state": {"scale": torch.ones(1)}}
+    torch.save(value, tmp_path / "a.pt")
+    assert import_torch(tmp_path / "a.pt", tmp_path / "run") == ["model"]
+
+
+def test_the_class_that_is_refused_is_named(tmp_path: Path) -> None:
+    torch.save({"model": {}, "args": argparse.Namespace(lr=1)}, tmp_path / "a.pt")
+    with pytest.raises(UnsupportedValue, match=r"argparse\.Namespace"):
+        import_torch(tmp_path / "a.pt", tmp_path / "run")
 
 
 def test_a_torch_file_with_objects_is_refused(tmp_path: Path) -> None:
