@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -13,7 +14,16 @@ from .backends.open import open_backend
 from .checkpointer import is_open_here
 from .config import config_hash, plain_config, plain_metrics, plain_step
 from .discovery import Proposals, find_run, open_arenas
-from .errors import BadOption, EverstepError, NoCheckpoint, NotARun, RunInUse, SaveAbandoned, StepOrder
+from .errors import (
+    BadOption,
+    EverstepError,
+    NoCheckpoint,
+    NotARun,
+    RunInUse,
+    SaveAbandoned,
+    StepOrder,
+    UnsupportedValue,
+)
 from .format.constants import ALIGN_BYTES
 from .format.manifest import Abort
 from .format.records import IncarnationRecord, RunRecord
@@ -113,6 +123,7 @@ def save(
             hint="Use its save(), or close it first.",
         )
     flat = trained.flatten()
+    _refuse_regions(flat)
     plan = LayoutPlanner(0, 1).plan(flat)
     with _storage(place) as backend:
         run, record = begin_incarnation(
@@ -129,6 +140,19 @@ def save(
             _write(backend, place, run, record, step, flat, plan, describe(trained, record, 0, facts))
         finally:
             unmark(place, record.id)
+
+
+def _refuse_regions(flat: FlatState) -> None:
+    for index in flat.sharded:
+        leaf = flat.leaves[index]
+        if sum(box.volume for box in leaf.boxes) < math.prod(leaf.shape):
+            raise UnsupportedValue(
+                f"{leaf.part}/{leaf.key}: this process holds only a part of it, and everstep.save is for one process",
+                found=f"{len(leaf.boxes)} regions",
+                expected=f"all of shape {list(leaf.shape)}",
+                hint="Save with a Checkpointer on all ranks, or give the full tensor.",
+                path=f"{leaf.part}/{leaf.key}",
+            )
 
 
 def _write(

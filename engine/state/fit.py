@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..format.entries import Scope
 from . import keys, objects
 from .chunks import ChunkOptimizers, Chunks, kind_of
 from .optim import load_optimizer, plan_optimizer
 from .plan_base import Ledger, Phase, Planned, StoredArray, StoredTensor, stored_in
 from .registry import ObjectState, attributes_of, set_attributes
-from .sharded import Shards
+from .sharded import Shards, held_by
 
 Applier = Callable[[Any], Any]
 
@@ -230,7 +231,21 @@ class Fitter:
             load, phase = functools.partial(load_optimizer, live, names=self._names), Phase.OPTIMIZERS
         elif isinstance(live, torch.optim.lr_scheduler.LRScheduler):
             phase = Phase.SCHEDULERS
+        elif any(self.ledger.entry(index).scope is Scope.GLOBAL for index in stored_in(stored)):
+            self._shards_of(objects.state_of(live, where), stored, where)
         return self._later(phase, load, live)
+
+    def _shards_of(self, own: Any, stored: Any, where: str) -> None:
+        """Sharded tensors that an object of the user's own gives as its state are filled, and given back to it, as it
+        gave them: a tensor of the whole job would be no answer to a rank's regions."""
+        if isinstance(own, dict) and isinstance(stored, dict):
+            for key in own.keys() & stored.keys():
+                self._shards_of(own[key], stored[key], place(where, key))
+        elif isinstance(own, (list, tuple)) and isinstance(stored, (list, tuple)):
+            for at, (mine, other) in enumerate(zip(own, stored, strict=False)):
+                self._shards_of(mine, other, f"{where}/[{at}]")
+        elif isinstance(stored, StoredTensor) and held_by(own) is not None:
+            self.ledger.claim(own, stored.index, where)
 
     def later(self, phase: Phase, load: Callable[[Any], Any], value: Any) -> None:
         """Have ``load(value)`` called in its phase."""

@@ -35,6 +35,29 @@ def test_shards_of_any_number_of_ranks_load_into_any(size: int, saved: int, load
     assert torch.equal(joined(targets), full)
 
 
+class Zero:
+    """An optimizer of one's own over a range of a flattened tensor."""
+
+    def __init__(self, shards: Shards) -> None:
+        self.shards, self.given = shards, None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"master": self.shards, "count": [torch.zeros(2), self.shards]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state
+
+
+def test_objects_get_back_the_shards_that_they_give_filled() -> None:
+    full = numbered(7, 2)
+    source = MemorySource([plain(Zero(part)) for part in split(full, 3)])
+    zeros = [Zero(part) for part in blank((7, 2), 2)]
+    load(source, [plain(zero) for zero in zeros])
+    assert torch.equal(joined([zero.shards for zero in zeros]), full)
+    for zero in zeros:
+        assert zero.given is not None and zero.given["master"] is zero.shards is zero.given["count"][1]
+
+
 def test_cut_another_way_and_in_several_boxes() -> None:
     full = numbered(6, 4)
     source = MemorySource([plain({"t": part}) for part in split(full, 3)])
