@@ -91,13 +91,20 @@ class MemoryTier:
         if self._arena is not None:
             return
         self._adopted = adopted
-        left = None if self._room.private else self._left_behind(adopted, run_id, chunk_bytes, held)
-        if left is not None and left.info.slot_bytes >= slot_bytes:
-            self._arena = left
-            return
-        if left is not None:
-            self._outgrown.append(left)
-        self._arena = self._create(slot_bytes, chunk_bytes)
+        left = [] if self._room.private else self._left_behind(adopted, run_id, chunk_bytes, held)
+        # Killed before its first snapshot, again and again, a job has left both what holds the adopted snapshot
+        # and the room that it made beside it: that one is taken again.
+        fitting = [arena for arena in left if arena.info.slot_bytes >= slot_bytes]
+        room = fitting[0] if fitting else None
+        if left and left[0] is not room:
+            self._outgrown.append(left[0])
+        for arena in left[1:]:
+            if arena is not room:
+                arena.close()
+        if room is not None:
+            room.populate("now")
+            self.is_shared = room.info.path is not None
+        self._arena = room or self._create(slot_bytes, chunk_bytes)
 
     def open(self, *, run_id: str, incarnation: int, adopted: Key | None, world: int) -> None:
         """Own the arena for this incarnation. Raises RunInUse if a living process owns it."""
@@ -167,8 +174,13 @@ class MemoryTier:
                 arena.unlink()
                 arena.close()
             self._outgrown.clear()
-        if self._cleans and self.is_shared and time.monotonic() >= self._clean_next_s:
+        if time.monotonic() >= self._clean_next_s:
             self._clean_next_s = time.monotonic() + CLEAN_PAUSE_S
+            self._clean()
+
+    def _clean(self) -> None:
+        """Former ranks' arenas; the first rank of the node removes them."""
+        if self._cleans and self.is_shared:
             clean(
                 self.directory,
                 keep=lambda info: info.run_id == self._run_id and info.incarnation >= self._incarnation,
@@ -183,13 +195,16 @@ class MemoryTier:
             if remove:
                 arena.unlink()
             arena.close()
+        if remove and self._arena is not None:
+            self._clean()  # the agent may have been reading some of them when it was looked last
         self._outgrown.clear()
         self._arena = None
 
     def _left_behind(
         self, adopted: Key | None, run_id: str, chunk_bytes: int, held: Sequence[Arena]
-    ) -> Arena | None:
-        """The arena of a dead process of this rank: the one with the adopted snapshot, else the largest."""
+    ) -> list[Arena]:
+        """The arenas of dead processes of this rank: first the one with the adopted snapshot, then from the
+        largest."""
         found = [
             Arena.attach(info.path)
             for info in find_arenas(self.directory)
@@ -202,14 +217,10 @@ class MemoryTier:
             holds = any((s.incarnation, s.step) == adopted for s in arena.snapshots())
             return holds, arena.info.slot_bytes
 
-        best = max(fitting, key=worth, default=None)
         for arena in [*found, *held]:  # closing twice does nothing
-            if arena is not best:
+            if not any(arena is one for one in fitting):
                 arena.close()
-        if best is not None:
-            self.is_shared = best.info.path is not None
-            best.populate("now")
-        return best
+        return sorted(fitting, key=worth, reverse=True)
 
     def _ours(self, info: ArenaInfo, run_id: str) -> bool:
         """Left by a process of this rank that is gone."""
