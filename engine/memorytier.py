@@ -17,6 +17,7 @@ from typing import Any
 from .errors import CapacityError, MemoryTooSmall
 from .memory.arena import Arena
 from .memory.directory import arena_dir, clean, find_arenas
+from .memory.errors import ArenaGone
 from .memory.info import ArenaInfo
 from .memory.process import Process
 from .memory.slots import WriteSlot
@@ -110,8 +111,18 @@ class MemoryTier:
         """Own the arena for this incarnation. Raises RunInUse if a living process owns it."""
         self._incarnation, self._adopted, self._run_id = incarnation, adopted, run_id
         self._world = world
-        for arena in [self.arena, *self._outgrown]:
-            arena.take(Process.current(), run_id=run_id, incarnation=incarnation, world=self._world)
+        for arena in self._outgrown:
+            self._take(arena)
+        try:
+            self._take(self.arena)
+        except ArenaGone:  # another process of this rank had reserved it too, and left without a step
+            info = self.arena.info
+            self.arena.close()
+            self._arena = self._create(info.slot_bytes, info.chunk_bytes)
+            self._take(self._arena)
+
+    def _take(self, arena: Arena) -> None:
+        arena.take(Process.current(), run_id=self._run_id, incarnation=self._incarnation, world=self._world)
 
     def settle_in(self, local: Sequence[int], world: int) -> None:
         """``local`` are the ranks on this node, of ``world``. The first of them cleans up."""
@@ -187,13 +198,17 @@ class MemoryTier:
             )
 
     def close(self, *, remove: bool) -> None:
-        """Let go of the arenas; ``remove`` deletes them (what they held is durable elsewhere)."""
+        """Let go of the arenas; ``remove`` deletes them (what they held is durable elsewhere). One that was reserved,
+        but holds nothing, goes anyhow: a job that only loads needs no room."""
         for arena in self._neighbours.values():
             arena.close()
         self._neighbours.clear()
         for arena in [*self._outgrown, *([self._arena] if self._arena else [])]:
-            if remove:
+            unneeded = arena is self._arena and not self._incarnation and not arena.snapshots()
+            if remove or (unneeded and arena.info.owner == Process.current()):
                 arena.unlink()
+            elif unneeded:
+                arena.remove_if_unused()
             arena.close()
         if remove and self._arena is not None:
             self._clean()  # the agent may have been reading some of them when it was looked last
@@ -255,9 +270,7 @@ class MemoryTier:
     def _grow(self, need_bytes: int) -> None:
         old = self.arena
         self._arena = self._create(int(need_bytes * GROWTH), old.info.chunk_bytes)
-        self._arena.take(
-            Process.current(), run_id=self._run_id, incarnation=self._incarnation, world=self._world
-        )
+        self._take(self._arena)
         self._outgrown.append(old)
 
     def _meet(self) -> None:

@@ -15,7 +15,7 @@ import everstep
 import pytest
 from everstep.memory import points
 
-from tests.facade.kit import steps_on_disk
+from tests.facade.kit import Forked, opened, steps_on_disk
 
 from .kit import WAIT_S, Job, directory_of, erase, held
 from .test_worlds import Sharded, life
@@ -143,3 +143,47 @@ def test_a_job_that_dies_before_its_first_step_again_and_again(
         sizes.append(sum(path.stat().st_size for path in arenas(root, nodes[0])))
     print(sizes)
     assert sizes[0] == sizes[-1]
+
+
+def only_load(rank: int, ckpt: everstep.Checkpointer, say: Say) -> None:
+    sharded = Sharded(rank, 2)
+    say(ckpt.load(sharded.state), ckpt.recovery.tier if ckpt.recovery else None)
+    ckpt.close()
+
+
+def test_a_job_that_only_loads_leaves_no_memory(root: Path, nodes: list[str], job: Job) -> None:
+    a = nodes[0]
+    assert job.run([a] * 2, only_load) == [["None None"]] * 2
+    assert arenas(root, a) == []
+    life(job, [a] * 3, 1, close=True)
+    assert job.run([a] * 2, only_load) == [["1 disk"]] * 2
+    assert arenas(root, a) == []
+
+
+def test_what_one_only_reserved_another_may_lose(root: Path, nodes: list[str], job: Job) -> None:
+    """Two of one rank that load at the same time find the same room; who goes takes nothing from who stays."""
+    a = nodes[0]
+    life(job, [a], 1, close=True)
+
+    def die(rank: int, ckpt: everstep.Checkpointer, say: Say) -> None:
+        say(ckpt.load(Sharded(0, 1).state))
+        threading.Event().wait(WAIT_S)
+
+    assert job.start([a], die)[0].line() == "1"
+    job.kill()
+    assert len(arenas(root, a)) == 1
+
+    def body(rank: int, ckpt: everstep.Checkpointer, say: Say) -> None:
+        sharded = Sharded(0, 1)
+        say(ckpt.load(sharded.state))
+        other = Forked(lambda tell: only_load(0, opened(root), tell))
+        say(other.end())
+        other.stop()
+        say(len(arenas(root, a)))
+        sharded.set(2)
+        ckpt.step(2, sharded.state)
+        ckpt.close()
+
+    [said] = job.run([a], body)
+    assert said == ["1", "(0, ['1 disk'])", "0"]
+    assert arenas(root, a) == [] and steps_on_disk(root) == [1, 2]
