@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import everstep
-from everstep.memory.directory import find_arenas
+from everstep.memory.directory import clean, find_arenas
 from everstep.places import locate
 from everstep.store.findings import Kind
 
@@ -56,7 +56,7 @@ AGENT_POINTS = (
 
 @dataclass(frozen=True)
 class After:
-    """What happens between two lives. ``first``: a rank's fate, or the driver's SIGKILL after some time, begins it."""
+    """What happens between two lives. A rank's fate begins it, or the driver's SIGKILL after some time."""
 
     kill_after_s: float | None
     grace_s: float | None
@@ -96,7 +96,7 @@ def _life(draw: random.Random, names: tuple[str, ...], two: bool, *, last: bool)
         fates = [Fate(rank, steps=draw.randint(1, 9)) for rank in who]
     elif kind == "point":
         points = POINTS if agent == "process" or draw.random() < 0.5 else AGENT_POINTS
-        fates = [Fate(rank, draw.choice(points), draw.choice((1, 1, 2, 3, 5, 9, 20))) for rank in who]
+        fates = [Fate(rank, draw.choice(points), draw.choice((1, 2, 5, 9, 20))) for rank in who]
     elif kind == "load":
         fates = [Fate(rank, draw.choice(("pin.locked", "", "take.locked")), steps=0) for rank in who]
         fates = [Fate(f.rank, f.point, 1, None if f.point else 0) for f in fates]
@@ -105,7 +105,7 @@ def _life(draw: random.Random, names: tuple[str, ...], two: bool, *, last: bool)
     nodes = tuple(draw.choice("ab") if two else "a" for _ in range(world))
     return Life(
         mesh=mesh,
-        steps=draw.randint(4, 9) if last else draw.choice((0, 1, 2, 6, 10, 14)),
+        steps=draw.randint(4, 9) if last else draw.choice((0, 2, 6, 10, 14, 14)),
         flush_every=draw.randint(2, 5),
         agent=agent,
         copy=draw.choice(("eager", "eager", "overlap")),
@@ -119,10 +119,10 @@ def _life(draw: random.Random, names: tuple[str, ...], two: bool, *, last: bool)
 
 def _after(draw: random.Random, life: Life) -> After:
     return After(
-        kill_after_s=None if life.fates else draw.uniform(0.0, 3.0),
+        kill_after_s=None if life.fates else draw.uniform(0.0, 6.0),
         grace_s=None if draw.random() < 0.15 else draw.choice((0.0, 0.0, draw.uniform(0.0, 1.0))),
         kill_agent=draw.random() < 0.35,
-        erase=draw.choice(("", "", "", "", "all", "some")),
+        erase=draw.choice(("", "", "", "", "", "", "all", "some")),
         damage=draw.choice((None, None, None, "flip", "shorten", "remove")),
         pause_s=draw.choice((0.0, 0.0, 0.2, 2.5)),
         draw=draw.randrange(1 << 30),
@@ -194,6 +194,7 @@ class Run:
         self.notes: list[str] = []
         self.began = time.monotonic()
         self.number = 0
+        self.resumed: list[str] = []
 
     def note(self, text: str) -> None:
         self.notes.append(f"{time.monotonic() - self.began:6.2f} s, life {self.number}: {text}")
@@ -286,6 +287,7 @@ class Run:
             self.problem(f"ranks loaded different steps: {[load['step'] for load in loads]}")
         for load in loads[:1]:
             step = load["step"] or 0
+            self.resumed.append(f"{step} {load['tier']}")
             if step < self.floor.step():
                 self.problem(f"loaded {step} ({load['tier']}, {load['skipped']}), but floor {self.floor}")
         if len(loads) == len(lived):
@@ -398,6 +400,8 @@ class Run:
             self.problem(f"the last step {self.floor.disk} is not on disk: {keys}")
         for _, step in keys:
             self.check_values(step)
+        # What a former life's agent still reads when the last rank closes, only its death sets free.
+        busy = self.plan.lives[-1].agent == "inline" and bool(self.family.all())
         until = time.monotonic() + LEFT_S
         while self.family.all() and time.monotonic() < until:
             time.sleep(POLL_S)
@@ -406,6 +410,8 @@ class Run:
         self.check_disk([])
         used = {self.node(letter) for letter in self.plan.lives[-1].nodes}
         for letter, directory in self.directories().items():
+            if busy:
+                clean(directory, keep=lambda info: False)
             stays = sorted(path.name for path in directory.glob("*"))
             if stays and self.node(letter) in used:
                 self.problem(f"arenas are left on node {letter}: {stays}")
@@ -434,7 +440,8 @@ def run_seed(seed: int, base: Path, *, lives: int | None = None, small: bool = F
 
 def told(run: Run) -> str:
     seconds = time.monotonic() - run.began
-    head = f"seed {run.plan.seed}: {seconds:.1f} s, {[life.mesh for life in run.plan.lives]}"
+    meshes_of = ", ".join(life.mesh for life in run.plan.lives)
+    head = f"seed {run.plan.seed}: {seconds:.1f} s, {meshes_of}; resumed from {', '.join(run.resumed)}"
     if not run.problems:
         return f"ok   {head}"
     logs = sorted(run.runtime.rglob("agent.log"))
