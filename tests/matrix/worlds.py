@@ -195,6 +195,7 @@ class Run:
         self.began = time.monotonic()
         self.number = 0
         self.resumed: list[str] = []
+        self.holders: set[str] = set()
 
     def note(self, text: str) -> None:
         self.notes.append(f"{time.monotonic() - self.began:6.2f} s, life {self.number}: {text}")
@@ -278,6 +279,8 @@ class Run:
 
     def _judge(self, life: Life, lived: list[Lived], *, killed: bool) -> None:
         loads = [one.loaded for one in lived if one.loaded is not None]
+        if not self.holders <= set(life.nodes):
+            self.floor.memory = 0  # no rank runs where it lies
         for rank, one in enumerate(lived):
             if one.loaded and one.loaded["wrong"]:
                 self.problem(f"WRONG CONTENT: rank {rank} loaded {one.loaded}")
@@ -298,6 +301,7 @@ class Run:
             slack = (1 if life.copy == "overlap" else 0) + (1 if len(set(life.nodes)) > 1 else 0)
             if any(one.step != loads[0]["step"] for one in lived):
                 self.floor.memory = max(self.floor.memory, newest - slack)
+                self.holders = set(life.nodes)
             if all(one.closed for one in lived):
                 self.floor = Floor(disk=newest)
         elif not killed and not any(one.error for one in lived):
