@@ -17,6 +17,7 @@ from typing import Any
 from .errors import CapacityError, MemoryTooSmall
 from .memory.arena import Arena
 from .memory.directory import arena_dir, clean, find_arenas
+from .memory.errors import ArenaGone
 from .memory.info import ArenaInfo
 from .memory.process import Process
 from .memory.slots import WriteSlot
@@ -91,20 +92,37 @@ class MemoryTier:
         if self._arena is not None:
             return
         self._adopted = adopted
-        left = None if self._room.private else self._left_behind(adopted, run_id, chunk_bytes, held)
-        if left is not None and left.info.slot_bytes >= slot_bytes:
-            self._arena = left
-            return
-        if left is not None:
-            self._outgrown.append(left)
-        self._arena = self._create(slot_bytes, chunk_bytes)
+        left = [] if self._room.private else self._left_behind(adopted, run_id, chunk_bytes, held)
+        # Killed before its first snapshot, again and again, a job has left both what holds the adopted snapshot
+        # and the room that it made beside it: that one is taken again.
+        fitting = [arena for arena in left if arena.info.slot_bytes >= slot_bytes]
+        room = fitting[0] if fitting else None
+        if left and left[0] is not room:
+            self._outgrown.append(left[0])
+        for arena in left[1:]:
+            if arena is not room:
+                arena.close()
+        if room is not None:
+            room.populate("background")
+            self.is_shared = room.info.path is not None
+        self._arena = room or self._create(slot_bytes, chunk_bytes)
 
     def open(self, *, run_id: str, incarnation: int, adopted: Key | None, world: int) -> None:
         """Own the arena for this incarnation. Raises RunInUse if a living process owns it."""
         self._incarnation, self._adopted, self._run_id = incarnation, adopted, run_id
         self._world = world
-        for arena in [self.arena, *self._outgrown]:
-            arena.take(Process.current(), run_id=run_id, incarnation=incarnation, world=self._world)
+        for arena in self._outgrown:
+            self._take(arena)
+        try:
+            self._take(self.arena)
+        except ArenaGone:  # another process of this rank had reserved it too, and left without a step
+            info = self.arena.info
+            self.arena.close()
+            self._arena = self._create(info.slot_bytes, info.chunk_bytes)
+            self._take(self._arena)
+
+    def _take(self, arena: Arena) -> None:
+        arena.take(Process.current(), run_id=self._run_id, incarnation=self._incarnation, world=self._world)
 
     def settle_in(self, local: Sequence[int], world: int) -> None:
         """``local`` are the ranks on this node, of ``world``. The first of them cleans up."""
@@ -167,29 +185,41 @@ class MemoryTier:
                 arena.unlink()
                 arena.close()
             self._outgrown.clear()
-        if self._cleans and self.is_shared and time.monotonic() >= self._clean_next_s:
+        if time.monotonic() >= self._clean_next_s:
             self._clean_next_s = time.monotonic() + CLEAN_PAUSE_S
+            self._clean()
+
+    def _clean(self) -> None:
+        """Former ranks' arenas; the first rank of the node removes them."""
+        if self._cleans and self.is_shared:
             clean(
                 self.directory,
                 keep=lambda info: info.run_id == self._run_id and info.incarnation >= self._incarnation,
             )
 
     def close(self, *, remove: bool) -> None:
-        """Let go of the arenas; ``remove`` deletes them (what they held is durable elsewhere)."""
+        """Let go of the arenas; ``remove`` deletes them (what they held is durable elsewhere). One that was reserved,
+        but holds nothing, goes anyhow: a job that only loads needs no room."""
         for arena in self._neighbours.values():
             arena.close()
         self._neighbours.clear()
         for arena in [*self._outgrown, *([self._arena] if self._arena else [])]:
-            if remove:
+            unneeded = arena is self._arena and not self._incarnation and not arena.snapshots()
+            if remove or (unneeded and arena.info.owner == Process.current()):
                 arena.unlink()
+            elif unneeded:
+                arena.remove_if_unused()
             arena.close()
+        if remove and self._arena is not None:
+            self._clean()  # the agent may have been reading some of them when it was looked last
         self._outgrown.clear()
         self._arena = None
 
     def _left_behind(
         self, adopted: Key | None, run_id: str, chunk_bytes: int, held: Sequence[Arena]
-    ) -> Arena | None:
-        """The arena of a dead process of this rank: the one with the adopted snapshot, else the largest."""
+    ) -> list[Arena]:
+        """The arenas of dead processes of this rank: first the one with the adopted snapshot, then from the
+        largest."""
         found = [
             Arena.attach(info.path)
             for info in find_arenas(self.directory)
@@ -202,14 +232,10 @@ class MemoryTier:
             holds = any((s.incarnation, s.step) == adopted for s in arena.snapshots())
             return holds, arena.info.slot_bytes
 
-        best = max(fitting, key=worth, default=None)
         for arena in [*found, *held]:  # closing twice does nothing
-            if arena is not best:
+            if not any(arena is one for one in fitting):
                 arena.close()
-        if best is not None:
-            self.is_shared = best.info.path is not None
-            best.populate("background")
-        return best
+        return sorted(fitting, key=worth, reverse=True)
 
     def _ours(self, info: ArenaInfo, run_id: str) -> bool:
         """Left by a process of this rank that is gone."""
@@ -246,9 +272,7 @@ class MemoryTier:
     def _grow(self, need_bytes: int) -> None:
         old = self.arena
         self._arena = self._create(int(need_bytes * GROWTH), old.info.chunk_bytes)
-        self._arena.take(
-            Process.current(), run_id=self._run_id, incarnation=self._incarnation, world=self._world
-        )
+        self._take(self._arena)
         self._outgrown.append(old)
 
     def _meet(self) -> None:

@@ -213,6 +213,8 @@ def _gather_ranks(store: _Store, place: str, rank: int, world: int, timeout_s: f
             elif store.check([f"{place}/{name}/here/{other}"]):
                 missing.discard(other)
         if missing and time.monotonic() > until:
+            # Those who came wait for the first round's answer already: let them hear who did not.
+            store.set(f"{place}/{name}/0/all", msgspec.msgpack.encode({"missing": sorted(missing)}))
             raise RankError(
                 "not all ranks came to open the run",
                 found=f"nothing from rank(s) {sorted(missing)} within {timeout_s:g} s",

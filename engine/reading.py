@@ -178,21 +178,33 @@ class _Load:
         )
 
     def _settle(self, checkpoint: Checkpoint, plan: RestorePlan) -> None:
-        """What this rank does not take is unexpected only if no rank takes it."""
+        """What this rank does not take is unexpected only if no rank takes it, nor one that is equal to it."""
         layouts = checkpoint.layouts
 
         def names(entries: Sequence[Entry], places: Collection[str]) -> set[bytes]:
-            found = whose.names_of(entries, places, layouts, self.own)
-            return {digest(name.encode(errors="surrogatepass"))[:8] for name in found}
+            return {_short(name) for name in whose.names_of(entries, places, layouts, self.own)}
 
         told = self.phases.share(sorted(names(plan.used, plan.met)))
         taken = {name for some in told for name in some}
+        taken |= self.phases.each(lambda: self._copies(checkpoint, plan, taken))
 
         def is_taken(one: Extra) -> bool:
             entries = plan.entries_of(one)
             return names(entries, () if entries else [one.where]) <= taken
 
         plan.settle(is_taken)
+
+    def _copies(self, checkpoint: Checkpoint, plan: RestorePlan, taken: Collection[bytes]) -> set[bytes]:
+        """Names of what this rank has for itself and does not take, equal to what another one has for itself and
+        takes: as many ranks that share the model in another way need fewer copies of what all of them had."""
+        if self.own is None:
+            return set()
+        own = self.own
+        keys = {(e.part, e.key) for extra in plan.extra for e in plan.entries_of(extra)}
+        pairs = whose.twins(
+            keys, checkpoint.layouts, own, lambda key, rank: _short(whose.name_of(key, rank)) in taken
+        )
+        return {_short(whose.name_of(key, own)) for key in _proved(checkpoint, pairs)}
 
     # -- proving
 
@@ -306,6 +318,11 @@ def _proved(checkpoint: Checkpoint, doubt: Mapping[Key, whose.Holders]) -> set[K
         if all(view == first for view in others):
             equal.add(key)
     return equal
+
+
+def _short(name: str) -> bytes:
+    """What stands for a name where ranks tell each other many."""
+    return digest(name.encode(errors="surrogatepass"))[:8]
 
 
 def _some(ranks: Sequence[int]) -> str:

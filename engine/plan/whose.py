@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ..format.entries import Entry, ImageSpec, Layout, Scope
 
@@ -126,6 +126,35 @@ def names_of(
                     counts[entry.part, entry.key] = counts.get((entry.part, entry.key), 0) + 1
         private = {key for key, count in counts.items() if count > 1}
     for entry in entries:
-        own_one = (entry.part, entry.key) in private
-        found.add(f"={entry.part}/{entry.key}{suffix if own_one else ''}")
+        key = (entry.part, entry.key)
+        found.add(name_of(key, own if key in private else None))
     return found
+
+
+def name_of(key: Key, own: int | None) -> str:
+    """What identifies a tensor, or rank ``own``'s own one, among the ranks that load."""
+    return f"={key[0]}/{key[1]}" + (f"@{own}" if own is not None else "")
+
+
+def twins(
+    keys: Collection[Key], layouts: Sequence[Layout], own: int, takes: Callable[[Key, int], bool]
+) -> dict[Key, Holders]:
+    """Of ``keys`` those that rank ``own`` has for itself, and another rank too, which ``takes`` its own: with what
+    these two have. Under another partition of as many ranks, the first may be a copy that nobody needs."""
+    mine = {key: entry for key, entry in _private(layouts[own]).items() if key in keys}
+    found: dict[Key, Holders] = {}
+    for rank, layout in enumerate(layouts if mine else ()):
+        if rank != own:
+            theirs = _private(layout)
+            for key in mine.keys() & theirs.keys() - found.keys():
+                if takes(key, rank):
+                    found[key] = {own: mine[key], rank: theirs[key]}
+    return found
+
+
+def _private(layout: Layout) -> dict[Key, Entry]:
+    return {
+        (entry.part, entry.key): entry
+        for entry in layout.entries
+        if entry.scope is not Scope.GLOBAL and entry.image is not None
+    }

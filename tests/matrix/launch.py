@@ -26,33 +26,45 @@ class RankFailed(AssertionError):
     """What went wrong, by rank."""
 
 
+class Job:
+    """``act(rank, world, *args)`` on every rank of a new job, as long as nothing ends it."""
+
+    def __init__(self, world: int, act: Callable[..., Any], *args: Any) -> None:
+        os.environ.update(ENVIRONMENT)
+        _context.set_forkserver_preload(PRELOAD)
+        port = _free_port()
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(world):
+            here, there = _context.Pipe()
+            process = _context.Process(target=_rank, args=(rank, world, port, there, act, args), daemon=True)
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def end(self, grace_s: float = 1.0) -> None:
+        """All ranks are gone after this; SIGKILL where they do not go by themselves."""
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(grace_s)
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
 def run(
     world: int, act: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S, dies: Collection[int] = ()
 ) -> list[Any]:
     """``act(rank, world, *args)`` on every rank of a new job; the results by rank. Ranks in ``dies`` may end without a
     word (their result is None). RankFailed with the tracebacks."""
-    os.environ.update(ENVIRONMENT)
-    _context.set_forkserver_preload(PRELOAD)
-    port = _free_port()
-    pipes: list[Connection] = []
-    processes = []
-    for rank in range(world):
-        here, there = _context.Pipe()
-        process = _context.Process(target=_rank, args=(rank, world, port, there, act, args), daemon=True)
-        process.start()
-        there.close()
-        pipes.append(here)
-        processes.append(process)
+    job = Job(world, act, *args)
     try:
-        return _collect(pipes, timeout_s, dies)
+        return _collect(job.pipes, timeout_s, dies)
     finally:
-        for pipe in pipes:
-            pipe.close()
-        for process in processes:
-            process.join(1)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        job.end()
 
 
 def _collect(pipes: list[Connection], timeout_s: float, dies: Collection[int]) -> list[Any]:

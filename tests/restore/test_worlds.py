@@ -170,6 +170,38 @@ def test_own_values_that_a_rank_does_not_take_are_unexpected_though_another_take
         load(source, [plain({"a": torch.zeros(1), "b": torch.zeros(1)}), plain({"a": torch.zeros(1)})])
 
 
+def test_own_copies_that_are_equal_to_one_that_is_taken_are_none_that_is_lost() -> None:
+    """Sharded alike over all ranks, then stages of as many ranks: a counter or buffer is then needed once."""
+
+    def saved(*fill: float) -> MemorySource:
+        parts = split(numbered(9), 3)
+        return MemorySource(
+            [
+                plain({"t": part, "a": torch.ones(2), "b": torch.full((3,), float(at))})
+                for part, at in zip(parts, fill, strict=True)
+            ]
+        )
+
+    def stages() -> tuple[list[dict[str, Any]], list[TrainState]]:
+        targets: list[dict[str, Any]] = [{"t": torch.zeros(9)}, {"a": torch.zeros(2)}, {"b": torch.zeros(3)}]
+        return targets, [plain(target) for target in targets]
+
+    targets, states = stages()
+    load(saved(2, 2, 2), states)
+    assert torch.equal(targets[0]["t"], numbered(9))
+    assert torch.equal(targets[1]["a"], torch.ones(2)) and torch.equal(targets[2]["b"], torch.full((3,), 2.0))
+    for fill in ((2, 3, 2), (3, 2, 2)):
+        targets, states = stages()
+        with pytest.raises(StateMismatch, match="unexpected: w/b"):
+            load(saved(*fill), states)
+        assert not any(tensor.any() for target in targets for tensor in target.values())
+    targets, states = stages()
+    targets[1].update(t=torch.zeros(9))
+    del targets[1]["a"]
+    with pytest.raises(StateMismatch, match="unexpected: w/a"):
+        load(saved(2, 2, 2), states)
+
+
 def test_what_others_alone_have_is_not_told_where_something_is_missing() -> None:
     """At the same number of ranks: looking at others' keys for what a rank lacks makes none of these unexpected."""
     source = MemorySource(
