@@ -196,9 +196,13 @@ class Pipeline:
             self._writing = flush, task
             try:
                 await asyncio.wait({task})
+            except asyncio.CancelledError:
+                # The storage is closed next: what was begun is taken back before, one piece's write at most.
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                raise
             finally:
                 self._writing = None
-                task.cancel()
             if not task.cancelled() and (error := task.exception()) is not None:
                 self._fail(flush, error, job.entry.rank)
 
