@@ -29,18 +29,21 @@ class _Root:
     sizes: tuple[int, ...]
     at: dict[int, tuple[int, ...]]
     ranks: Any
-    axes: dict[Ranks, frozenset[int]] = field(default_factory=dict)
+    axes: dict[Ranks, frozenset[int] | None] = field(default_factory=dict)
     spread: dict[tuple[Ranks, frozenset[int]], Ranks] = field(default_factory=dict)
 
-    def axes_of(self, ranks: Ranks) -> frozenset[int]:
-        """The axes along which the ranks of a part differ; none where they are no part made of whole axes."""
-        found = self.axes.get(ranks)
-        if found is None:
+    @property
+    def all_axes(self) -> frozenset[int]:
+        return frozenset(range(len(self.sizes)))
+
+    def axes_of(self, ranks: Ranks) -> frozenset[int] | None:
+        """The axes along which the ranks of a part differ; None where they are no part made of whole axes."""
+        if ranks not in self.axes:
             places = [self.at[rank] for rank in ranks] if set(ranks) <= self.at.keys() else []
             axes = {axis for axis in range(len(self.sizes)) if len({place[axis] for place in places}) > 1}
             whole = prod(self.sizes[axis] for axis in axes) == len(ranks)
-            found = self.axes[ranks] = frozenset(axes if whole else ())
-        return found
+            self.axes[ranks] = frozenset(axes) if places and whole else None
+        return self.axes[ranks]
 
     def along(self, holders: Ranks, axes: frozenset[int]) -> Ranks:
         """All ranks that differ from one of ``holders`` along ``axes`` only."""
@@ -58,23 +61,28 @@ _roots: weakref.WeakKeyDictionary[Any, _Root] = weakref.WeakKeyDictionary()
 """By mesh. Structure only."""
 
 
-def spread(values: Sequence[Any], held: Sequence[Held]) -> list[Held]:
-    """``held`` of ``values`` (all sharded ones of a state), with holders along axes that their meshes leave out."""
+def spread(values: Sequence[tuple[Any, Held, bool]]) -> list[Held]:
+    """What this rank holds of all sharded values of a state, with holders along axes that their meshes leave out.
+
+    ``values``: each with what is held of it, and whether the whole job is known to hold the same: then along all axes.
+    """
     module = sys.modules.get("torch.distributed.tensor")
-    found = list(held)
+    found = [held for _, held, _ in values]
     if module is None:
         return found
     places: list[tuple[int, _Root, frozenset[int]]] = []
     used: dict[int, frozenset[int]] = {}
-    for index, value in enumerate(values):
+    for index, (value, _, _) in enumerate(values):
         if isinstance(value, module.DTensor):
             mesh = value._spec.mesh
             root = _root_of(mesh)
             axes = root.axes_of(_ranks_of(mesh))
+            if axes is None:
+                continue
             used[id(root)] = used.get(id(root), frozenset()) | axes
             places.append((index, root, axes))
     for index, root, axes in places:
-        left_out = used[id(root)] - axes
+        left_out = (root.all_axes if values[index][2] else used[id(root)]) - axes
         holders = found[index].holders
         if left_out and holders and set(holders) <= root.at.keys():
             found[index] = replace(found[index], holders=root.along(holders, left_out))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -150,31 +150,6 @@ def identity(value: Any) -> tuple[Any, ...]:
     spec = value._spec
     view = (memory, local.storage_offset(), local.dtype, local.shape, local.stride())
     return (*view, local.is_conj(), local.is_neg(), value.shape, spec.placements, id(spec.mesh))
-
-
-def holders_everywhere(value: Any, held: Held) -> Held:
-    """``held``, where ``value`` is known to be equal along the mesh axes that its own mesh leaves out: a DTensor on
-    a part of a larger mesh (tensor parallel groups, each with the same weights) has holders in each such part.
-
-    As it is where the larger mesh is not known, or not by the same names.
-    """
-    module = sys.modules.get("torch.distributed.tensor")
-    if not held.boxes or module is None or not isinstance(value, module.DTensor):
-        return held
-    spec = value._spec
-    mesh, root = spec.mesh, getattr(spec.mesh, "_get_root_mesh", lambda: None)()
-    if root is None or root is mesh or not mesh.mesh_dim_names or not root.mesh_dim_names:
-        return held
-    at = root.get_coordinate()
-    if at is None or not set(mesh.mesh_dim_names) <= set(root.mesh_dim_names):
-        return held
-    plain = [_placement(placement, "") for placement in spec.placements]
-    cut = {mesh.mesh_dim_names[axis] for axis in pure.sharded_axes(plain) if 0 not in held.shape}
-    ranks = root.mesh
-    for axis in reversed(range(ranks.dim())):
-        if root.mesh_dim_names[axis] in cut:
-            ranks = ranks.select(axis, at[axis])
-    return replace(held, holders=tuple(sorted(ranks.reshape(-1).tolist())))
 
 
 # ---------------------------------------------------------------------------------------------- DTensor

@@ -139,8 +139,9 @@ def flatten(
         if collecting:
             gc.enable()
     leaves = encoder.leaves
-    some = [leaf for leaf in leaves if isinstance(leaf, ShardedLeaf)] if encoder.sharded else []
-    for leaf, held in zip(some, spread([x.tensor for x in some], [x.held for x in some]), strict=True):
+    some = [(index, leaf) for index in encoder.sharded if isinstance(leaf := leaves[index], ShardedLeaf)]
+    values = [(leaf.tensor, leaf.held, index in encoder.promised) for index, leaf in some]
+    for (_, leaf), held in zip(some, spread(values), strict=True):
         leaf.held = held
     return FlatState(leaves, state, encoder.sharded)
 
@@ -169,6 +170,8 @@ class TreeEncoder(Encoder):
         self._at: dict[int, int | list[int]] = {}
         self.sharded: list[int] = []
         self._sharded_at: dict[tuple[Any, ...], int] = {}
+        self.promised: set[int] = set()
+        """Sharded leaves of which the whole job holds the same, whatever their own mesh is."""
 
     def leaf(self, value: torch.Tensor, text: str, path: Path, key: Any) -> Node:
         dtype = DTYPE_NAMES.get(value.dtype)
@@ -300,7 +303,7 @@ class TreeEncoder(Encoder):
             # Shards and ShardedTensors say themselves who holds the same.
             known = self._scope is not None and type(local) is torch.Tensor
             if known and self._scope(self.part, path, local) is Scope.GLOBAL:  # type: ignore[misc]
-                held = sharded.holders_everywhere(value, held)
+                self.promised.add(len(self.leaves))
             if any(piece.is_neg() or piece.is_conj() for piece in held.pieces):
                 held = replace(held, pieces=tuple([resolve(piece) for piece in held.pieces]))
             index = self._sharded_at[key] = len(self.leaves)
