@@ -1,8 +1,9 @@
 """The trainer's side of the memory tier: the rank's arena, which slot comes next, and W.
 
 W is the newest step whose snapshot is complete on all ranks of this node; it is read from the other ranks' arena
-headers, without a message. The slot that holds W, and after a resume the adopted snapshot, is never reused before
-a newer W exists.
+headers, without a message. Where snapshots are protected against the loss of nodes, W is the newest step that is
+protected on all nodes, and the agent writes it into the arena's header. The slot that holds W, and after a resume the
+adopted snapshot, is never reused before a newer W exists.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from .errors import CapacityError, MemoryTooSmall
 from .memory.arena import Arena
 from .memory.directory import arena_dir, clean, find_arenas
 from .memory.errors import ArenaGone
+from .memory.header import Kind
 from .memory.info import ArenaInfo
 from .memory.process import Process
 from .memory.slots import WriteSlot
@@ -30,6 +32,9 @@ GROWTH = 1.25
 
 CLEAN_PAUSE_S = 1.0
 """Former ranks' arenas are looked for at most this often: it reads a directory and every header in it."""
+
+SLOTS_BEHIND = 3
+"""Slots of a guarded arena that hold no snapshot without protection: W's, one being flushed, and one to write into."""
 
 Key = tuple[int, int]
 
@@ -62,6 +67,8 @@ class MemoryTier:
         self._first_complete: Key | None = None
         self._clean_next_s = 0.0
         self._neighbours: dict[int, Arena] = {}
+        self.guarded = False
+        """Whether snapshots are protected against the loss of nodes. Off again where no agent is left to do it."""
         self._incarnation = 0
         self._adopted: Key | None = None
         self._run_id = ""
@@ -131,7 +138,11 @@ class MemoryTier:
         self._alone = len(local) == world
 
     def complete(self) -> Key | None:
-        """W as (incarnation, step): what all ranks of this node hold; before that, the adopted snapshot."""
+        """W as (incarnation, step): what all ranks of this node hold, or, guarded, what is protected on all nodes;
+        before that, the adopted snapshot."""
+        if self.guarded:
+            said = self.arena.complete
+            return said if said is not None and said[0] == self._incarnation else self._adopted
         if len(self._neighbours) + 1 < self.local_ranks:
             self._meet()
         steps = [self.arena.newest(self._incarnation)]
@@ -153,7 +164,9 @@ class MemoryTier:
         until = time.monotonic() + timeout_s
         pause = POLL_MIN_S
         while True:
-            slot = self.arena.begin(self._incarnation, step, complete=self.complete())
+            slot = None
+            if not self._ahead():
+                slot = self.arena.begin(self._incarnation, step, complete=self.complete())
             if slot is not None:
                 return slot
             if time.monotonic() > until:
@@ -168,6 +181,19 @@ class MemoryTier:
             self._meet()
             time.sleep(pause)
             pause = min(pause * 2, POLL_MAX_S)
+
+    def _ahead(self) -> bool:
+        """Whether the trainer has to wait for protection: with three slots, till all earlier snapshots have it, so that
+        the loss of a node costs one step; each further slot lets it be one more behind."""
+        if not self.guarded:
+            return False
+        complete = self.complete()
+        after = [
+            found
+            for found in self.arena.snapshots()
+            if found.incarnation == self._incarnation and (complete is None or found.key > complete)
+        ]
+        return len(after) > self._room.slots - SLOTS_BEHIND
 
     def drop_outgrown(self) -> None:
         """Remove arenas that were replaced, and those of former ranks, once this incarnation has a W that lies in
@@ -222,7 +248,7 @@ class MemoryTier:
         largest."""
         found = [
             Arena.attach(info.path)
-            for info in find_arenas(self.directory)
+            for info in find_arenas(self.directory, Kind.OWN)
             if info.path and self._ours(info, run_id)
         ]
         found += [arena for arena in held if self._ours(arena.info, run_id)]
@@ -278,7 +304,7 @@ class MemoryTier:
     def _meet(self) -> None:
         """Find the other ranks' newest arenas (again: one may have been replaced by a larger one)."""
         newest: dict[int, tuple[int, int, Path]] = {}
-        for info in find_arenas(self.directory):
+        for info in find_arenas(self.directory, Kind.OWN):
             if info.rank == self._rank or info.path is None or info.incarnation != self._incarnation:
                 continue
             if info.run_id == self._run_id:

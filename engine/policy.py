@@ -13,6 +13,8 @@ from .plan.schedule import parse_every
 SHARED_MEMORY = Path("/dev/shm")
 SLOTS_MIN = 3
 SLOTS_MAX = 64
+PARITY_NODES_MAX = 32
+"""Nodes in one parity group: each of them is read when one is rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +29,19 @@ class Memory:
     optimizer state behind the next forward and backward, and makes the next ``optimizer.step()`` wait for it.
     Whoever writes to parameters between two optimizer steps through ``.data`` evades the check for that.
 
-    ``replicas`` is how many ranks, each on another node, keep a second copy in memory of every tensor that several
-    ranks hold alike (``replicated=``, DDP, HSDP) besides the one that stores it. Copies are compared at every flush;
-    they are not written to disk. At most one fewer than there are nodes: more is lowered, with a warning.
+    ``replicas`` is how many other nodes keep each snapshot too. What several ranks hold alike (``replicated=``, DDP,
+    HSDP) they copy from their own tensors, which costs no traffic, and compare at every flush; the rest is sent by the
+    agents. At most one fewer than there are nodes: more is lowered, with a warning. ``parity=(k, m)`` protects groups
+    of k + m nodes against the loss of any m of them instead, with m/k of a snapshot's memory on each node where
+    ``replicas`` takes whole ones. With either, training goes on with the next snapshot once the former one is protected
+    on all nodes: the loss of a node costs one step (two with ``copy="overlap"``, one more for each slot above three).
+    ``spares`` are addresses ("host:port") of nodes without ranks on which ``everstep spare`` runs; they keep replicas
+    first. ``domain`` names what this node shares the fate of (its rack or switch; default: EVERSTEP_DOMAIN): copies lie
+    in other domains where there are any. ``replica_rate_bytes_per_s`` limits what a node sends,
+    ``replica_timeout_s`` how long training waits for a peer before it goes on without that protection, with a warning.
+
+    ``device_slots=1`` takes each snapshot into memory reserved beside the tensors (on their device), at the speed of
+    that memory, and moves it into shared memory while training goes on; ``rollback`` restores it from there.
     """
 
     slots: int = SLOTS_MIN
@@ -37,6 +49,12 @@ class Memory:
     path: str | os.PathLike[str] | None = None
     copy: Literal["eager", "overlap"] = "eager"
     replicas: int = 0
+    parity: tuple[int, int] | None = None
+    spares: tuple[str, ...] = ()
+    domain: str | None = None
+    replica_rate_bytes_per_s: float | None = None
+    replica_timeout_s: float = 30.0
+    device_slots: int = 0
 
     def __post_init__(self) -> None:
         if not _is_whole(self.slots) or not SLOTS_MIN <= self.slots <= SLOTS_MAX:
@@ -49,10 +67,38 @@ class Memory:
             raise BadOption("Memory(bytes=) must be a whole number above 0", found=repr(self.bytes))
         if not _is_whole(self.replicas) or self.replicas < 0:
             raise BadOption("Memory(replicas=) must be a whole number, at least 0", found=repr(self.replicas))
+        if self.parity is not None:
+            object.__setattr__(self, "parity", _parity(self.parity))
+        if self.parity is not None and self.replicas:
+            raise BadOption(
+                "Memory(replicas=) and Memory(parity=) exclude each other", found=(self.replicas, self.parity)
+            )
+        object.__setattr__(self, "spares", _spares(self.spares))
+        if self.spares and not self.replicas:
+            raise BadOption("Memory(spares=) keep replicas: set replicas=, too", found=self.spares)
+        if self.domain is not None and not isinstance(self.domain, str):
+            raise BadOption("Memory(domain=) must be a text", found=repr(self.domain))
+        rate = self.replica_rate_bytes_per_s
+        if rate is not None and (not _is_number(rate) or rate <= 0):
+            raise BadOption("Memory(replica_rate_bytes_per_s=) must be a number above 0", found=repr(rate))
+        if not _is_number(self.replica_timeout_s) or not 0 < self.replica_timeout_s < float("inf"):
+            raise BadOption(
+                "Memory(replica_timeout_s=) must be a positive, finite number of seconds",
+                found=repr(self.replica_timeout_s),
+            )
+        if self.device_slots not in (0, 1) or isinstance(self.device_slots, bool):
+            raise BadOption(
+                "Memory(device_slots=) is out of range", found=self.device_slots, expected="0 or 1"
+            )
         if self.path is not None:
             object.__setattr__(self, "path", _directory(self.path))
         if self.copy not in ("eager", "overlap"):
             raise BadOption("Memory(copy=) is unknown", found=self.copy, expected="'eager' or 'overlap'")
+
+    @property
+    def copies(self) -> int:
+        """How many lost nodes are to be survived."""
+        return self.parity[1] if self.parity is not None else self.replicas
 
     @property
     def directory(self) -> Path:
@@ -80,7 +126,8 @@ class Policy:
 
     ``rate_bytes_per_s`` limits what the agent writes. ``commit_timeout_s`` bounds the wait for the other ranks'
     votes, ``slot_timeout_s`` the wait of the training loop for a free slot, ``rank_timeout_s`` any wait for
-    another rank, ``close_timeout_s`` the drain at the end.
+    another rank, ``close_timeout_s`` the drain at the end. Every rank gives a sign of life each ``heartbeat_s``; one
+    that gave none for ``heartbeat_timeout_s`` (default: four times that) is suspected.
     """
 
     snapshot_every: int | str | None = 1
@@ -98,6 +145,8 @@ class Policy:
     rank_timeout_s: float = 300.0
     close_timeout_s: float = 1800.0
     linger_s: float = 60.0
+    heartbeat_s: float = 5.0
+    heartbeat_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
@@ -129,7 +178,19 @@ class Policy:
             raise BadOption(
                 "Policy(rate_bytes_per_s=) must be a number above 0", found=repr(self.rate_bytes_per_s)
             )
-        for name in ("commit_timeout_s", "slot_timeout_s", "rank_timeout_s", "close_timeout_s", "linger_s"):
+        if self.heartbeat_timeout_s is None:
+            object.__setattr__(
+                self, "heartbeat_timeout_s", 4 * self.heartbeat_s if _is_number(self.heartbeat_s) else 0
+            )
+        for name in (
+            "heartbeat_s",
+            "heartbeat_timeout_s",
+            "commit_timeout_s",
+            "slot_timeout_s",
+            "rank_timeout_s",
+            "close_timeout_s",
+            "linger_s",
+        ):
             value = getattr(self, name)
             if not _is_number(value) or not 0 < value < float("inf"):
                 raise BadOption(
@@ -145,6 +206,27 @@ def _is_whole(value: object) -> TypeGuard[int]:
 
 def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _parity(given: object) -> tuple[int, int]:
+    numbers = [one if _is_whole(one) else 0 for one in given] if isinstance(given, (tuple, list)) else []
+    if len(numbers) != 2 or min(numbers) < 1 or sum(numbers) > PARITY_NODES_MAX:
+        raise BadOption(
+            "Memory(parity=) must be two whole numbers (k, m): any m of k + m nodes may be lost",
+            found=repr(given),
+            expected=f"each at least 1, together at most {PARITY_NODES_MAX}",
+        )
+    return numbers[0], numbers[1]
+
+
+def _spares(given: object) -> tuple[str, ...]:
+    if isinstance(given, str) or not isinstance(given, (tuple, list)):
+        raise BadOption("Memory(spares=) must be a list of addresses", found=repr(given))
+    for one in given:
+        host, _, port = one.rpartition(":") if isinstance(one, str) else ("", "", "")
+        if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+            raise BadOption("Memory(spares=) names no address", found=repr(one), expected="host:port")
+    return tuple(given)
 
 
 def _directory(path: object) -> Path:

@@ -24,14 +24,19 @@ from .header import (
     OWNER_BYTES,
     OWNER_OFFSETS,
     WORD_BEAT_NS,
+    WORD_COMPLETE,
     WORD_OWNER,
+    WORD_PROTECTED,
     WORD_REMOVED,
     WORD_STEP_NS,
     Fixed,
+    Kind,
     Ownership,
     aligned,
     decode_fixed,
     decode_owner,
+    pack_key,
+    unpack_key,
 )
 from .info import OWNER_READS_MAX, ArenaInfo, describe
 from .lock import FileLock
@@ -88,14 +93,15 @@ class Arena:
         slot_bytes: int,
         chunk_bytes: int,
         populate: Populate = "now",
+        kind: Kind = Kind.OWN,
     ) -> Arena:
-        """A new arena of this process, ``rank-<rank>.<random>.arena`` in ``directory``.
+        """A new arena of this process, ``<kind>-<rank>.<random>.arena`` in ``directory``.
 
         Memory is reserved first: MemoryTooSmall, with nothing left behind, if it does not fit. ``slot_bytes``
         is rounded up to 4 KiB. ``populate`` gives pages their memory now, on a thread, or at first touch.
         """
-        fixed = _fixed(run_key, node, rank, slots, slot_bytes, chunk_bytes)
-        path = directory / f"rank-{rank:05d}.{secrets.token_hex(4)}{SUFFIX}"
+        fixed = _fixed(run_key, node, rank, slots, slot_bytes, chunk_bytes, kind)
+        path = directory / f"{kind.value}-{rank:05d}.{secrets.token_hex(4)}{SUFFIX}"
         unfinished = path.with_name(
             f"{path.name}.{fixed.created_pid}.{fixed.created_start}{UNFINISHED_SUFFIX}"
         )
@@ -125,10 +131,11 @@ class Arena:
         slot_bytes: int,
         chunk_bytes: int,
         populate: Populate = "now",
+        kind: Kind = Kind.OWN,
     ) -> Arena:
         """A new arena without a name, for where shared memory's file system is too small: it lives as long as
         some process has it open (:meth:`fileno`, sent over a socket, :meth:`attach_fd`)."""
-        fixed = _fixed(run_key, node, rank, slots, slot_bytes, chunk_bytes)
+        fixed = _fixed(run_key, node, rank, slots, slot_bytes, chunk_bytes, kind)
         fd = maps.open_memory(f"everstep-{run_key}-{rank}")
         try:
             _reserve(fd, fixed.nbytes, None)
@@ -255,6 +262,24 @@ class Arena:
         at, step = self._control.words[WORD_BEAT_NS], self._control.words[WORD_STEP_NS]
         age = time.monotonic_ns() - at
         return (age / 1e9, step / 1e9) if at and age >= 0 else None
+
+    @property
+    def protected(self) -> tuple[int, int] | None:
+        """(incarnation, step) of the newest snapshot here that survives the loss of this node, as the agent says."""
+        return unpack_key(self._control.words[WORD_PROTECTED])
+
+    @protected.setter
+    def protected(self, key: tuple[int, int]) -> None:
+        self._control.words[WORD_PROTECTED] = pack_key(key)
+
+    @property
+    def complete(self) -> tuple[int, int] | None:
+        """W over all nodes as (incarnation, step), as the agent says; None before it did."""
+        return unpack_key(self._control.words[WORD_COMPLETE])
+
+    @complete.setter
+    def complete(self, key: tuple[int, int]) -> None:
+        self._control.words[WORD_COMPLETE] = pack_key(key)
 
     # -- snapshots
 
@@ -471,9 +496,11 @@ class Arena:
         self.close()
 
 
-def _fixed(run_key: str, node: str, rank: int, slots: int, slot_bytes: int, chunk_bytes: int) -> Fixed:
+def _fixed(
+    run_key: str, node: str, rank: int, slots: int, slot_bytes: int, chunk_bytes: int, kind: Kind
+) -> Fixed:
     me = Process.current()
-    return Fixed(run_key, node, rank, slots, aligned(slot_bytes), chunk_bytes, me.pid, me.start_time)
+    return Fixed(run_key, node, rank, slots, aligned(slot_bytes), chunk_bytes, me.pid, me.start_time, kind)
 
 
 def _reserve(fd: int, nbytes: int, directory: Path | None) -> None:

@@ -13,11 +13,12 @@ from everstep.errors import BadOption, EverstepError, OwnershipError
 
 from .arena import SUFFIX, UNFINISHED_SUFFIX, Arena
 from .errors import ArenaGone
+from .header import Kind
 from .info import ArenaInfo, read_info
 from .process import Process, boot_id
 
-_NAME = re.compile(r"rank-(\d+)\.[0-9a-f]+\.arena")
-_UNFINISHED = re.compile(r"rank-\d+\.[0-9a-f]+\.arena\.(\d+)\.(\d+)\.new")
+_NAME = re.compile(r"(?:rank|held|parity)-(\d+)\.[0-9a-f]+\.arena")
+_UNFINISHED = re.compile(r"(?:rank|held|parity)-\d+\.[0-9a-f]+\.arena\.(\d+)\.(\d+)\.new")
 
 
 def arena_dir(base: Path, run_key: str) -> Path:
@@ -47,14 +48,15 @@ def _check_private(path: Path) -> None:
         os.chmod(path, 0o700)
 
 
-def find_arenas(directory: Path) -> list[ArenaInfo]:
-    """Headers of all readable arenas in ``directory``, by rank; nothing is mapped. Damaged and foreign files,
-    and arenas of other releases, are left out."""
+def find_arenas(directory: Path, *kinds: Kind) -> list[ArenaInfo]:
+    """Headers of all readable arenas in ``directory`` (of ``kinds``, if any are given), by rank; nothing is mapped.
+    Damaged and foreign files, and arenas of other releases, are left out."""
     found = []
     for path in _paths(directory, SUFFIX):
         with contextlib.suppress(OSError, EverstepError):
             found.append(read_info(path))
-    return sorted(found, key=lambda info: (info.rank, str(info.path)))
+    wanted = [info for info in found if not kinds or info.kind in kinds]
+    return sorted(wanted, key=lambda info: (info.rank, str(info.path)))
 
 
 def clean(directory: Path, *, keep: Callable[[ArenaInfo], bool]) -> list[Path]:

@@ -4,7 +4,8 @@
 
     0        fixed part: magic, version, sizes, names; never changes; with its own checksum
     4096     reserved for parity descriptors
-    8192     changing part: which owner record counts, removal mark, heartbeat, two owner records
+    8192     changing part: which owner record counts, removal mark, heartbeat, what the agent says of
+             protection and W, two owner records
     12288    control block of slot 0, 1, ... (see ``slots.py``)
     ...      data of slot 0, 1, ... each a multiple of 4 KiB, 4 KiB-aligned
 
@@ -15,6 +16,7 @@ count by one store of a word, so that a kill in between changes nothing.
 
 from __future__ import annotations
 
+import enum
 import struct
 from dataclasses import dataclass
 
@@ -25,7 +27,7 @@ from everstep.format.constants import ALIGN_BYTES, HASH_BYTES
 from .process import Process
 
 MAGIC = b"EVERAREN"
-VERSION = 1
+VERSION = 2
 """Version of the arena file. It need not outlive a machine's boot, so other versions are refused, not
 read."""
 
@@ -36,6 +38,8 @@ WORD_OWNER = CHANGING_OFFSET // 8
 WORD_REMOVED = WORD_OWNER + 1
 WORD_BEAT_NS = WORD_OWNER + 2
 WORD_STEP_NS = WORD_OWNER + 3
+WORD_PROTECTED = WORD_OWNER + 4
+WORD_COMPLETE = WORD_OWNER + 5
 OWNER_OFFSETS = (CHANGING_OFFSET + 1024, CHANGING_OFFSET + 2048)
 
 SLOTS_MAX = 64
@@ -47,9 +51,39 @@ KEY_BYTES_MAX = 64
 SLOT_PAGE_BYTES = ALIGN_BYTES
 SEAL_ENTRY_BYTES = 8 + HASH_BYTES
 
-_FIXED = struct.Struct("<8s II IIQQ QQQQ qq 64s 256s")
+_FIXED = struct.Struct("<8s II IIQQ QQQQ qq 64s 256s 8s")
 _FIXED_SUM_OFFSET = _FIXED.size
 _OWNER = struct.Struct("<QQqQq64s64s")
+
+
+class Kind(enum.Enum):
+    """Whose snapshots an arena holds: a rank's OWN ones, those that another node's agent sent of its rank (HELD), or
+    parity over those of several nodes, whose ``rank`` means nothing."""
+
+    OWN = "rank"
+    HELD = "held"
+    PARITY = "parity"
+
+
+STEP_BITS = 40
+INCARNATION_BITS = 24
+
+
+def pack_key(key: tuple[int, int]) -> int:
+    """(incarnation, step) as one word, so that one store changes both; never 0."""
+    incarnation, step = key
+    if not 0 < incarnation < 1 << INCARNATION_BITS or not 0 <= step < 1 << STEP_BITS:
+        raise BadOption(
+            "incarnation or step is out of range",
+            found=key,
+            expected=f"1 to 2^{INCARNATION_BITS}, 0 to 2^{STEP_BITS}",
+        )
+    return incarnation << STEP_BITS | step
+
+
+def unpack_key(word: int) -> tuple[int, int] | None:
+    """Inverse of :func:`pack_key`; None for 0."""
+    return (word >> STEP_BITS, word & ((1 << STEP_BITS) - 1)) if word else None
 
 
 def aligned(nbytes: int) -> int:
@@ -69,6 +103,7 @@ class Fixed:
     chunk_bytes: int
     created_pid: int
     created_start: int
+    kind: Kind = Kind.OWN
 
     def __post_init__(self) -> None:
         if not 1 <= self.slots <= SLOTS_MAX:
@@ -120,6 +155,7 @@ class Fixed:
             self.created_start,
             self.run_key.encode(),
             self.node.encode(),
+            self.kind.value.encode(),
         )
         return body + xxhash.xxh3_128_digest(body)
 
@@ -131,7 +167,7 @@ def decode_fixed(data: bytes, name: str, file_bytes: int) -> Fixed:
     version = int.from_bytes(data[8:12], "little")
     body = data[:_FIXED_SUM_OFFSET]
     stored = data[_FIXED_SUM_OFFSET : _FIXED_SUM_OFFSET + HASH_BYTES]
-    # A changed version byte of a version 1 header is damage, not another version.
+    # A changed version byte of a header of ours is damage, not another version.
     as_ours = body[:8] + VERSION.to_bytes(4, "little") + body[12:]
     if version != VERSION and xxhash.xxh3_128_digest(as_ours) != stored:
         raise UnknownFormat(
@@ -159,6 +195,7 @@ def decode_fixed(data: bytes, name: str, file_bytes: int) -> Fixed:
         start,
         key,
         node,
+        kind,
     ) = _FIXED.unpack(body)
     try:
         fixed = Fixed(
@@ -170,8 +207,9 @@ def decode_fixed(data: bytes, name: str, file_bytes: int) -> Fixed:
             chunk_bytes,
             pid,
             start,
+            Kind(kind.rstrip(b"\0").decode()),
         )
-    except (BadOption, UnicodeDecodeError) as error:
+    except (BadOption, ValueError) as error:
         raise Damaged(f"header of arena {name}: {error}", name=name) from None
     expected = (HEADER_BYTES, fixed.control_bytes, fixed.data_offset(0), fixed.nbytes, TABLE_BYTES)
     if (header, control, data0, nbytes, table) != expected:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from everstep.errors import Damaged
 
-from .header import OWNER_BYTES, OWNER_OFFSETS, WORD_OWNER, Fixed, Ownership, decode_fixed, decode_owner
+from .header import OWNER_BYTES, OWNER_OFFSETS, WORD_OWNER, Fixed, Kind, Ownership, decode_fixed, decode_owner
 from .mapping import close_file, open_file
 from .process import Process
 
@@ -33,6 +33,7 @@ class ArenaInfo:
     slot_bytes: int
     chunk_bytes: int
     nbytes: int
+    kind: Kind = Kind.OWN
 
 
 def describe(path: Path | None, fixed: Fixed, owner: Ownership) -> ArenaInfo:
@@ -50,6 +51,7 @@ def describe(path: Path | None, fixed: Fixed, owner: Ownership) -> ArenaInfo:
         slot_bytes=fixed.slot_bytes,
         chunk_bytes=fixed.chunk_bytes,
         nbytes=fixed.nbytes,
+        kind=fixed.kind,
     )
 
 

@@ -346,7 +346,7 @@ class TestDirectory:
             from everstep.memory import header
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(header, "VERSION", 1 + (1 << 8 * (place - 8)))
+                patch.setattr(header, "VERSION", header.VERSION + (1 << 8 * (place - 8)))
                 data = arena._fixed.encode()
             arena._control.mapping.view[: len(data)] = data
         else:
