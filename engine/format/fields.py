@@ -13,7 +13,7 @@ import msgspec
 
 from ..errors import Damaged, UnknownFormat
 from .columns import BadColumn, pack, unpack
-from .constants import AXES_MAX, FORMAT_VERSION, LAYOUT_BYTES_MAX
+from .constants import AXES_MAX, FORMAT_VERSION, LAYOUT_BYTES_MAX, READABLE_VERSIONS
 from .sealed import UPGRADE_HINT
 
 WHOLE = 0
@@ -156,7 +156,7 @@ def encode_own(own: Own) -> bytes:
 
 
 def read_own(data: bytes, name: str) -> Own | None:
-    """The stored form of a layout of this format version; None for one of a former version.
+    """The stored form of a layout of version 2 or later; None for one of version 1, which has another.
 
     Raises :class:`Damaged`, or :class:`UnknownFormat` for a version unknown here; both name ``name``.
     """
@@ -172,10 +172,10 @@ def read_own(data: bytes, name: str) -> Own | None:
             version = _version_decoder.decode(data).v
         except _UNREADABLE:
             version = FORMAT_VERSION
-        if version == FORMAT_VERSION:
+        if version in READABLE_VERSIONS[1:]:
             raise _unreadable(problem, name) from None
         own = None
-    if version == FORMAT_VERSION:
+    if own is not None and version in READABLE_VERSIONS[1:]:
         return own
     if version == 1:
         return None
