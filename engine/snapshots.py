@@ -233,8 +233,8 @@ class Snapshots:
 
 
 class Hooks:
-    """Pre-step hooks of optimizers, and whether each was seen to fire since it was set. One that fired while a CUDA graph
-    was captured will not fire when that is replayed: nothing is ready after that."""
+    """Pre-step hooks of optimizers, and whether each was seen to fire since it was set. One that fired while a CUDA
+    graph was captured will not fire when that is replayed: nothing is ready after that."""
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._before = before

@@ -132,23 +132,20 @@ class DeviceSlot:
             into.append(region.narrow(0, run.offset, run.nbytes))
         return Drain(slot, plan.layout_hash, *_cut(sources, into))
 
-    def restore(self, slots: Sequence[Slot]) -> int:
-        """Fill ``slots``, whose indices are those of the leaves that were taken, at the speed of the devices; the
-        bytes copied. Returns when they are there. StateMismatch, before anything is written, for a region that the
-        snapshot does not have in one piece."""
+    def check(self, slots: Sequence[Slot]) -> None:
+        """StateMismatch for a slot whose region it does not have in one piece, of its shape and dtype."""
         entries = self.plan.layout.entries
-        sources, into = [], []
         for slot in slots:
             entry = entries[slot.index]
-            pieces = [at for at, box in enumerate(entry.boxes) if box == slot.box]
-            if not pieces:
+            source = self._source(slot)
+            if source is None:
                 raise StateMismatch(
                     f"{entry.part}/{entry.key}: the snapshot on the device has other regions of it",
                     found=entry.boxes,
                     expected=slot.box,
                     key=entry.key,
                 )
-            source, to = self._views[slot.index][pieces[0]], _carried(slot.tensor)
+            to = _carried(slot.tensor)
             if source.shape != to.shape or source.dtype != to.dtype:
                 raise StateMismatch(
                     f"{entry.part}/{entry.key} is not what the snapshot on the device has",
@@ -156,11 +153,21 @@ class DeviceSlot:
                     expected=f"{to.dtype} {list(to.shape)}",
                     key=entry.key,
                 )
-            sources.append(source)
-            into.append(to)
+
+    def restore(self, slots: Sequence[Slot]) -> int:
+        """Fill ``slots``, which were checked and whose indices are those of the leaves that were taken, at the speed of
+        the devices; the bytes copied. Returns when they are there."""
+        found = [
+            (source, _carried(slot.tensor)) for slot in slots if (source := self._source(slot)) is not None
+        ]
+        sources, into = [source for source, _ in found], [to for _, to in found]
         beside(sources, into)
         synchronize([*sources, *into])
         return sum(to.numel() * to.element_size() for to in into)
+
+    def _source(self, slot: Slot) -> torch.Tensor | None:
+        boxes = self.plan.layout.entries[slot.index].boxes
+        return self._views[slot.index][boxes.index(slot.box)] if slot.box in boxes else None
 
     def _arrange(self, plan: Plan, leaves: Sequence[Leaf]) -> None:
         devices = [piece.device for leaf in leaves for piece in leaf.pieces]
@@ -271,7 +278,9 @@ def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
     except MemoryTooSmall as error:
         raise _too_small(nbytes, error.free, device) from error
-    except RuntimeError as error:  # torch's own class for it, and the host allocator's, which is none of its own
+    except (
+        RuntimeError
+    ) as error:  # torch's own class for it, and the host allocator's, which is none of its own
         raise _too_small(nbytes, _free_bytes(device), device) from error
 
 

@@ -68,9 +68,7 @@ def estimate(
     return Estimate(sum(sizes), optimizer_bytes, other, tuple(assumed))
 
 
-def device_bytes(
-    pieces: Iterable[torch.Tensor], optimizers: Iterable[Any] = ()
-) -> dict[torch.device, int]:
+def device_bytes(pieces: Iterable[torch.Tensor], optimizers: Iterable[Any] = ()) -> dict[torch.device, int]:
     """By device the bytes that ``pieces``, all that this rank holds of its tensors, and the state that the optimizers
     will have, come to: room for a snapshot beside them. Step counters of optimizers may lie on the host or beside
     their parameters, and are counted on both."""
@@ -81,7 +79,9 @@ def device_bytes(
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                by_device.setdefault(_local(parameter)[0].device if _local(parameter) else parameter.device, [])
+                by_device.setdefault(
+                    _local(parameter)[0].device if _local(parameter) else parameter.device, []
+                )
     found = {}
     for device, some in by_device.items():
 

@@ -1,5 +1,5 @@
-"""Late copies: tensors that only an optimizer's step changes, or that a snapshot beside them was taken of, are read by a
-thread, while forward and backward of the next step already run."""
+"""Late copies: tensors that only an optimizer's step changes, or that are a snapshot already, are read by a thread,
+while forward and backward of the next step already run."""
 
 from __future__ import annotations
 
