@@ -406,7 +406,7 @@ class Checkpointer:
                 held=self._held,
             )
             self._held = []
-            self._rollbacks.reserve(state)
+            self._rollbacks.reserve(state, tier.arena)
 
         ranks.together("reserving memory", reserve, timeout_s=self._policy.rank_timeout_s)
 

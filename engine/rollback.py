@@ -12,10 +12,12 @@ from typing import Any
 
 from .errors import BadOption, Damaged, EverstepError, StateMismatch
 from .loading import Recovery
+from .memory.arena import Arena
 from .opening import Origin
 from .phases import PhaseFailed, Phases
 from .ranks import Ranks
 from .session import Session
+from .snapshot import pinning
 from .snapshot.device import DeviceSlot
 from .snapshot.estimate import device_bytes
 from .snapshot.moving import capturing
@@ -58,11 +60,15 @@ class Rollbacks:
             )
         return found
 
-    def reserve(self, state: TrainState) -> None:
-        """Room on the devices, once, for what the state is and will be. MemoryTooSmall."""
-        if self.device is not None and not self.device.nbytes:
-            pieces = [piece for leaf in state.flatten().leaves for piece in leaf.pieces]
+    def reserve(self, state: TrainState, arena: Arena) -> None:
+        """Room on the devices, once, for what the state is and will be, and the arena pinned for copies from them.
+        MemoryTooSmall."""
+        missing = self.device is not None and not self.device.nbytes
+        pieces = state.pieces() if missing or pinning.in_use() else []
+        if self.device is not None and missing:
             self.device.reserve(device_bytes(pieces, state.optimizers()))
+        if any(piece.is_cuda for piece in pieces):
+            pinning.pin(arena)
 
     def restore(
         self,

@@ -26,6 +26,7 @@ from .snapshot.copier import Copier, Plan
 from .snapshot.device import DeviceSlot
 from .snapshot.late import Drain, LateCopy, LateCopyTimeout
 from .snapshot.moving import capturing
+from .snapshot.pinning import pin
 from .state.trainstate import TrainState
 from .state.tree import FlatState
 
@@ -112,6 +113,8 @@ class Snapshots:
         if self._tier.arena is not arena:
             self._copier.forget()
             self.moved_arena = True
+        if any(leaf.tensor.is_cuda for leaf in flat.leaves):
+            pin(self._tier.arena)
         taken = Taken(step, slot)
         try:
             copying: LateCopy | Drain | None = self._beside(slot, plan, flat, meta_bytes)
