@@ -55,12 +55,12 @@ class Session:
         slots: int,
         overlap: bool,
         memory: bool,
-        copies: int,
         nodes: Sequence[str],
+        holders: Sequence[Sequence[int]],
         device: DeviceSlot | None = None,
     ) -> None:
-        """``copies`` of each replicated tensor, besides the one that is stored; ``nodes`` of all ranks. ``device``:
-        room for a snapshot beside the tensors."""
+        """``nodes`` of all ranks, and by node those that keep its snapshots (:class:`~.plan.owners.Owners`).
+        ``device``: room for a snapshot beside the tensors."""
         self._memory = memory
         self._ranks = ranks
         self._policy = policy
@@ -80,10 +80,11 @@ class Session:
             ranks,
             overlap=overlap,
             settled=self._send_pending,
-            copies=copies,
             nodes=nodes,
+            holders=holders,
             device=device,
         )
+        copies = max([len(some) for some in holders], default=0)
         self._auditor = Auditor(ranks.rank, ranks.world, policy, copies)
         self._pending: Taken | None = None
         self._pins: dict[int, Pinned] = {}

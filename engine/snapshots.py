@@ -52,16 +52,16 @@ class Snapshots:
         *,
         overlap: bool,
         settled: Callable[[], None],
-        copies: int,
         nodes: Sequence[str],
+        holders: Sequence[Sequence[int]],
         device: DeviceSlot | None = None,
     ) -> None:
         """``settled`` is called when a late copy has ended, well or not. ``device``: room for a snapshot beside the
-        tensors; it stays the caller's. ``copies`` and ``nodes`` (of all ranks): see
+        tensors; it stays the caller's. ``nodes`` (of all ranks) and ``holders``: see
         :class:`~.plan.owners.Owners`."""
         self._tier = tier
         self._copier = Copier()
-        self._planner = LayoutPlanner(ranks.rank, ranks.world, copies=copies, node_of=nodes)
+        self._planner = LayoutPlanner(ranks.rank, ranks.world, node_of=nodes, holders=holders)
         self._settled = settled
         self._device = device
         self._hooks = Hooks(self._before_optimizer) if overlap and device is None else None

@@ -108,8 +108,8 @@ _version_decoder = msgspec.msgpack.Decoder(_Version)
 _UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 
-def encode_fields(fields: Fields) -> bytes:
-    """The canonical bytes of a layout with these fields."""
+def encode_fields(fields: Fields, version: int = FORMAT_VERSION) -> bytes:
+    """The canonical bytes of a layout with these fields, in a version from 2 on."""
     offsets: list[int] = []
     lengths: list[int] = []
     boxes: list[int] = []
@@ -121,7 +121,7 @@ def encode_fields(fields: Fields) -> bytes:
             offsets += flat[at : at + axes]
             lengths += flat[at + axes : at + 2 * axes]
     own = Own(
-        v=FORMAT_VERSION,
+        v=version,
         schema=_encoder.encode(schema_of(fields)),
         images=fields.images,
         image_part=fields.image_part,
