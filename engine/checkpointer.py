@@ -237,9 +237,9 @@ class Checkpointer:
 
     def _load_back(self, state: TrainState, step: int | None, reason: str) -> Recovery:
         _, tier = self._meet()
-        kept = self._kept_by_agent()
+        own = [tier.arena] if tier.reserved and tier.arena.info.path is None else []
+        kept = self._kept_by_agent() if own or not tier.reserved else []
         try:
-            own = [tier.arena] if tier.reserved and tier.arena.info.path is None else []
             # The configuration is this job's, and was accepted when it began.
             found = self._restore(state, step, f"rollback: {reason}", [*kept, *own])
         finally:

@@ -63,7 +63,7 @@ class Rollbacks:
     def reserve(self, state: TrainState, arena: Arena) -> None:
         """Room on the devices, once, for what the state is and will be, and the arena pinned for copies from them.
         MemoryTooSmall."""
-        missing = self.device is not None and not self.device.nbytes
+        missing = self.device is not None and not self.device.nbytes and not self.device.given_up
         pieces = state.pieces() if missing or pinning.in_use() else []
         if self.device is not None and missing:
             self.device.reserve(device_bytes(pieces, state.optimizers()))

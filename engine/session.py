@@ -129,7 +129,7 @@ class Session:
         if newest is None or newest.step != step or self._is_refused(step):
             self._snapshot(step, state, metrics, late=False, flush=True)
         self._last_step = step
-        self._snapshots.release(self._policy.slot_timeout_s)
+        self._settle()  # the agent is to begin now, whether or not another call follows soon
         return self._flush(step)
 
     def _is_refused(self, step: int) -> bool:

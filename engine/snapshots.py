@@ -63,8 +63,8 @@ class Snapshots:
         self._copier = Copier()
         self._planner = LayoutPlanner(ranks.rank, ranks.world, node_of=nodes, holders=holders)
         self._settled = settled
-        self._device = device
-        self._hooks = Hooks(self._before_optimizer) if overlap and device is None else None
+        self._device = device if device is not None and not device.given_up else None
+        self._hooks = Hooks(self._before_optimizer) if overlap and self._device is None else None
         self._copying: tuple[Taken, WriteSlot, LateCopy | Drain, str] | None = None
         self._hook_timeout_s = 0.0
         self.newest: Taken | None = None
@@ -140,7 +140,7 @@ class Snapshots:
         try:
             self._device.take((slot.incarnation, slot.step), plan, flat.leaves, flat.state)
         except MemoryTooSmall as error:
-            self._device.close()
+            self._device.give_up()
             self._device = None
             warnings.warn(
                 f"everstep: {error}. Snapshots go straight to the host from now on.",
@@ -156,11 +156,6 @@ class Snapshots:
         copying = self._copying[2] if self._copying is not None else None
         if copying is not None and copying.done() and (isinstance(copying, Drain) or copying.held):
             self.settle(0)
-
-    def release(self, timeout_s: float) -> None:
-        """Wait until nothing live is read any more."""
-        if self._copying is not None and not isinstance(self._copying[2], Drain):
-            self.settle(timeout_s)
 
     def settle(self, timeout_s: float) -> None:
         """Wait for a late copy, and publish its snapshot if nothing moved under it."""

@@ -70,6 +70,8 @@ class DeviceSlot:
         """(incarnation, step) of the snapshot that it holds."""
         self.state = b""
         """That snapshot's state image."""
+        self.given_up = False
+        """There was no room once training had begun: nothing is taken any more."""
 
     @property
     def plan(self) -> Plan:
@@ -98,6 +100,11 @@ class DeviceSlot:
             except MemoryTooSmall:
                 self.close()
                 raise
+
+    def give_up(self) -> None:
+        """Let go of all memory, and ask for none again."""
+        self.given_up = True
+        self.close()
 
     def forget(self) -> None:
         """Hold nothing from now on. The buffers stay."""
