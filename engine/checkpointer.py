@@ -29,6 +29,7 @@ from .format.records import (
     encode_incarnation,
     encode_run,
 )
+from .guarding import Protection, begin_protection
 from .handles import SaveHandle
 from .loading import Loader, Recovery
 from .memory.arena import Arena
@@ -120,6 +121,7 @@ class Checkpointer:
         """Of all ranks, once they have told each other."""
         self._copies = 0
         """Second copies of each replicated tensor: what was asked for, as far as there are nodes."""
+        self._protection: Protection | None = None
         self.recovery: Recovery | None = None
         self._loaded: TrainState | None = None
         """What a load restored, until a step or save follows it."""
@@ -343,24 +345,31 @@ class Checkpointer:
             return
         memory = self._memory
         here = node_of(self._place.node, tier.directory) if memory is not None else self._place.node
-        wanted = memory.replicas if memory is not None else 0
-        told = ranks.agree("comparing nodes", [here, wanted], timeout_s=self._policy.rank_timeout_s)
-        if len({replicas for _, replicas in told}) > 1:
-            raise BadOption(
-                "Memory(replicas=) differs between the ranks",
-                found={rank: replicas for rank, (_, replicas) in enumerate(told)},
-                expected="the same number on all ranks",
-            )
-        nodes = [node for node, _ in told]
+        wished = [memory.replicas, memory.parity, memory.spares] if memory is not None else [0, None, ()]
+        told = ranks.agree("comparing nodes", [here, *wished], timeout_s=self._policy.rank_timeout_s)
+        for at, name in enumerate(("replicas", "parity", "spares"), 1):
+            if any(one[at] != told[0][at] for one in told):
+                raise BadOption(
+                    f"Memory({name}=) differs between the ranks",
+                    found={rank: one[at] for rank, one in enumerate(told)},
+                    expected="the same on all ranks",
+                )
+        nodes = [one[0] for one in told]
+        wanted = memory.copies if memory is not None else 0
         others = len(set(nodes)) - 1
-        if wanted > others and ranks.rank == 0:
+        holders = others + len(memory.spares if memory is not None else ())
+        if wanted > holders and ranks.rank == 0:
+            option = f"replicas={wanted}" if memory is not None and memory.replicas else f"parity={wished[1]}"
             warnings.warn(
-                f"everstep: Memory(replicas={wanted}) is lowered to {others}: each copy lies on another node, and "
-                f"besides the node that stores a tensor this job has {others}",
+                f"everstep: Memory({option}) is lowered to {holders}: each copy lies on another node, and "
+                f"besides the node that stores a tensor this job has {holders}",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self._nodes, self._copies = nodes, min(wanted, others)
+        self._nodes, self._copies = nodes, min(memory.replicas if memory is not None else 0, others)
+        if memory is not None:
+            self._protection = Protection(memory, nodes, min(wanted, holders))
+            self._protection.check_agent(self._agent)
 
     def _writing(self, state: TrainState | Mapping[str, Any]) -> Session:
         self._check_usable()
@@ -427,7 +436,14 @@ class Checkpointer:
                 nodes=self._nodes,
             )
 
-        return ranks.together("opening the run", start, timeout_s=timeout_s)
+        session = ranks.together("opening the run", start, timeout_s=timeout_s)
+        if self._protection is not None and self._protection.wanted:
+            try:
+                session.protect(self._protection, run.chunk_bytes)
+            except BaseException:
+                session.close(flush=False)
+                raise
+        return session
 
     def _see_run(self, run: RunRecord) -> None:
         seen = run_blocking(open_run(self._backend))
