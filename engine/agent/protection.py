@@ -135,7 +135,9 @@ class Protection:
             if (self._listener.host, self._listener.port) != (entry.host, entry.port):
                 guard.announce(self._listener.host, self._listener.port)
 
-    async def stand_by(self, run_id: str, secret: bytes, host: str, port: int, arenas: Path) -> tuple[str, int]:
+    async def stand_by(
+        self, run_id: str, secret: bytes, host: str, port: int, arenas: Path
+    ) -> tuple[str, int]:
         """As a spare node: keep what the others send. Where it listens. Raises PeerLost if the port is taken."""
         async with self._lock:
             await self._listen(host, port, secret, run_id)
@@ -276,4 +278,6 @@ def _terms(entry: GuardEntry) -> Terms:
 def _wire(error: Exception) -> dict[str, Any]:
     if isinstance(error, EverstepError):
         return error.to_wire()
-    return AgentError("the agent cannot protect snapshots", found=f"{type(error).__name__}: {error}").to_wire()
+    return AgentError(
+        "the agent cannot protect snapshots", found=f"{type(error).__name__}: {error}"
+    ).to_wire()
