@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from .memorytier import MemoryTier
 from .peers.address import own_address
 from .peers.nodemap import NodeMap, PeerNode, encode_map
 from .peers.secret import SECRET, SECRET_BYTES, SECRET_FILE, run_secret
+from .plan.placement import Node, holders, node_map
 from .policy import Memory, Policy
 from .ranks import Ranks
 
@@ -27,15 +28,22 @@ SHARE = 0.5
 @dataclass(frozen=True)
 class Protection:
     """What is to be done for this job. ``nodes`` are those of all ranks, ``copies`` how many lost nodes are to be
-    survived, as far as there are nodes."""
+    survived, as far as there are nodes; ``domains`` by node what it shares the fate of."""
 
     memory: Memory
     nodes: Sequence[str]
     copies: int
+    domains: Mapping[str, str]
 
     @property
     def wanted(self) -> bool:
         return self.copies > 0
+
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """By node, in the order of their first ranks, those that keep whole snapshots of it; spare ones come last."""
+        spares = [Node(name, spare=True) for name in self.memory.spares]
+        copies = 0 if self.memory.parity is not None else self.copies
+        return holders([*node_map(self.nodes, self.domains), *spares], copies)
 
     def timeout_s(self, policy: Policy) -> float:
         """How long training waits for protection that makes no progress."""
@@ -70,10 +78,9 @@ def begin_protection(
         return client.listen_for_peers(own_address(), secret, timeout_s=timeout_s) if first else None
 
     address = ranks.together("opening the agents' ports", listen, timeout_s=timeout_s)
-    domain = wish.memory.domain or os.environ.get(DOMAIN) or ""
-    mine = [address, domain, tier.arena.info.slot_bytes]
+    mine = [address, tier.arena.info.slot_bytes]
     told = ranks.agree("comparing the agents' addresses", mine, timeout_s=timeout_s)
-    nodes = node_map(wish, told)
+    nodes = addressed(wish, told)
 
     def guard() -> None:
         if first:
@@ -95,15 +102,19 @@ def begin_protection(
     tier.guarded = True
 
 
-def node_map(wish: Protection, told: Sequence[Any]) -> NodeMap:
-    """``told``: what each rank said, its node's address (the first rank there), domain, and the bytes of its slots."""
-    names = list(dict.fromkeys(wish.nodes))
+def domain_of(memory: Memory) -> str:
+    return memory.domain or os.environ.get(DOMAIN) or ""
+
+
+def addressed(wish: Protection, told: Sequence[Any]) -> NodeMap:
+    """``told``: what each rank said, its node's address (the first rank there) and the bytes of its slots."""
     found = []
-    for name in names:
-        local = [rank for rank, node in enumerate(wish.nodes) if node == name]
-        (host, port), domain, _ = told[local[0]]
-        rooms = tuple(told[rank][2] for rank in local)
-        found.append(PeerNode(_text(name, names), host, port, domain, tuple(local), rooms))
+    places = node_map(wish.nodes, wish.domains)
+    names = [place.name for place in places]
+    for place in places:
+        host, port = told[place.ranks[0]][0]
+        rooms = tuple(told[rank][1] for rank in place.ranks)
+        found.append(PeerNode(_text(place.name, names), host, port, place.domain, place.ranks, rooms))
     for spare in wish.memory.spares:
         host, _, port = spare.rpartition(":")
         found.append(PeerNode(spare, host.strip("[]"), int(port), spare=True))

@@ -86,6 +86,8 @@ class Terms:
     rate_bytes_per_s: float | None
     timeout_s: float
     limit_s: float
+    adopted: Key | None = None
+    """What the incarnation loaded: it is kept until there is a W."""
 
     @property
     def name(self) -> str:
@@ -154,6 +156,8 @@ class Guard:
         """Memory for what this node is to keep, and on the spare nodes that keep this one's. May wait for them.
         Raises MemoryTooSmall, PeerLost."""
         terms = self.terms
+        if terms.adopted is not None:
+            self.keeper.completed(terms.adopted)
         for rank, slot_bytes in terms.nodes.held_by(terms.me):
             self.keeper.reserve(rank, slot_bytes, terms.chunk_bytes)
         for index in terms.nodes.holders()[terms.me]:
@@ -192,6 +196,7 @@ class Guard:
 
     def nudge(self) -> None:
         """There is a new snapshot, or other news: everybody looks."""
+        self.keeper.noticed()
         with self._changed:
             self._changed.notify_all()
 
@@ -481,6 +486,7 @@ class Guard:
             self.complete = step
             self._write_words()
             self._changed.notify_all()
+        self.keeper.completed((self.terms.incarnation, step))
         if first:
             self.keeper.drop((self.terms.incarnation, 0))
 
