@@ -217,8 +217,10 @@ class Job:
         spares: Sequence[str] = (),
         places: dict[int, tuple[str, int]] | None = None,
         env: dict[int, dict[str, str]] | None = None,
+        told_bytes: int | None = None,
     ) -> None:
-        """``places``: addresses under which others know a node's agent, if not its own; ``env`` of its agent."""
+        """``places``: addresses under which others know a node's agent, if not its own; ``env`` of its agent;
+        ``told_bytes``: what ranks say of their slots, if it is not the truth."""
         self.base = base
         self.linger_s = linger_s
         self.copies = copies
@@ -230,6 +232,8 @@ class Job:
         self.spares = spares
         self.places = places or {}
         self.env = env or {}
+        self.told_bytes = told_bytes
+        self.dead: list[TrainerProcess] = []
         self.incarnation = 0
         self.run_id = run_blocking(create_run(LocalBackend(base / "run"), chunk_bytes=CHUNK)).run_id
         self.nodes = [Node(self, index) for index in range(nodes)]
@@ -250,7 +254,7 @@ class Job:
         for node in self.nodes:
             host, port = node.ranks[0].client.listen_for_peers("127.0.0.1", SECRET, timeout_s=SOON_S)
             host, port = self.place_of(node.index, host, port)
-            rooms = tuple(rank.arena.info.slot_bytes for rank in node.ranks)
+            rooms = tuple(self.told_bytes or rank.arena.info.slot_bytes for rank in node.ranks)
             peers.append(PeerNode(node.name, host, port, "", tuple(r.rank for r in node.ranks), rooms))
         for spare in self.spares:
             host, _, text = spare.rpartition(":")
