@@ -31,6 +31,17 @@ def start(tmp_path: Path) -> Iterator[Start]:
         job.end()
 
 
+def occupy(sock: socket.socket, address: str) -> bool:
+    """Listen there, once a dying process has let go of it."""
+    host, _, port = address.rpartition(":")
+    try:
+        sock.bind((host, int(port)))
+    except OSError:
+        return False
+    sock.listen()
+    return True
+
+
 @pytest.mark.parametrize(("nodes", "per_node", "copies"), [(2, 1, 1), (2, 2, 1), (3, 1, 2)])
 def test_w_is_what_is_protected_on_all_nodes(start: Start, nodes: int, per_node: int, copies: int) -> None:
     job = start(nodes, per_node, copies)
@@ -156,9 +167,7 @@ def test_an_agent_that_starts_anew_goes_on_from_its_journal(start: Start) -> Non
     until(lambda: first is None or not first.alive(), "the death of the agent")
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        host, _, port = address.rpartition(":")
-        taken.bind((host, int(port)))
-        taken.listen()
+        until(lambda: occupy(taken, address), "the port")
         job.snapshot(2)
         job.await_complete(2)
         assert node.status()["address"] != address
