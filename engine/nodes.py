@@ -18,7 +18,6 @@ import msgspec
 
 from .discovery import Candidate
 from .errors import EverstepError
-from .exchange.address import own_address
 from .exchange.client import CONNECTIONS, PeerSource
 from .exchange.errors import PeerLost
 from .exchange.protocol import IO_S, TOKEN_BYTES, Offer, Proof, encode_records
@@ -30,6 +29,7 @@ from .holdings import Copies, Found, Key, look_in_memory, pin_copies
 from .memory.arena import Arena
 from .memory.header import Kind
 from .memory.process import boot_id
+from .peers.address import own_address
 from .ranks import Ranks
 from .store.blocking import run_blocking
 from .store.flush import IMAGE_REGION, LAYOUT_REGION, META_REGION
