@@ -14,12 +14,14 @@ import contextlib
 import functools
 import importlib.util
 import json
+import shutil
 import statistics
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,14 @@ from everstep.snapshot.pinning import pin  # noqa: E402
 GIB = 1 << 30
 CUDA_BYTES = 2 * GIB
 CPU_BYTES = 16 << 20
+SLOTS = 3
+ROOM = 1.5
+"""What a slot takes at most, in sizes of the state."""
+KINDS: dict[str, dict[str, Any]] = {
+    "device_slot": {"device_slots": 1},
+    "eager": {"copy": "eager"},
+    "overlap": {"copy": "overlap"},
+}
 REPEATS = 7
 LOOP_S = {"cuda": 2.0, "cpu": 0.1}
 """Of one loop of matrix products."""
@@ -127,8 +137,44 @@ def _equal(one: Any, other: Any) -> bool:
 # -- bits
 
 
+@dataclass(frozen=True)
+class Work:
+    """Where runs and their arenas lie while they are needed."""
+
+    runs: Path
+    arenas: Path
+
+    @contextlib.contextmanager
+    def run(self, name: str) -> Iterator[Path]:
+        """A run's root; it and its memory are gone afterwards."""
+        root, memory = self.runs / name, self.arenas / name
+        memory.mkdir()
+        try:
+            yield root
+        finally:
+            shutil.rmtree(memory)
+            shutil.rmtree(root, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def opened(self, root: Path, **memory: Any) -> Iterator[everstep.Checkpointer]:
+        with _open(root, path=self.arenas / root.name, **memory) as ckpt:
+            yield ckpt
+
+
 @contextlib.contextmanager
-def opened(root: Path, **memory: Any) -> Iterator[everstep.Checkpointer]:
+def working(nbytes: int) -> Iterator[Work]:
+    """Arenas lie in shared memory, if there is room for slots of ``nbytes``, else in files on disk."""
+    shared = Path("/dev/shm")
+    roomy = shared.is_dir() and shutil.disk_usage(shared).free > SLOTS * ROOM * nbytes
+    with (
+        tempfile.TemporaryDirectory(prefix="everstep-check-") as runs,
+        tempfile.TemporaryDirectory(prefix="everstep-check-", dir=shared if roomy else None) as arenas,
+    ):
+        yield Work(Path(runs), Path(arenas))
+
+
+@contextlib.contextmanager
+def _open(root: Path, **memory: Any) -> Iterator[everstep.Checkpointer]:
     policy = everstep.Policy(full_every=None, slot_timeout_s=WAIT_S, close_timeout_s=WAIT_S)
     ckpt = everstep.Checkpointer(root, memory=everstep.Memory(**memory), policy=policy, agent="inline")
     try:
@@ -137,38 +183,44 @@ def opened(root: Path, **memory: Any) -> Iterator[everstep.Checkpointer]:
         ckpt.close(flush=False)
 
 
-def check_bits(device: torch.device, nbytes: int, work: Path) -> list[str]:
+def check_bits(device: torch.device, nbytes: int, work: Work) -> list[str]:
     """Snapshot, drain, rollback and reload; what was found equal."""
     done = []
-    for name, memory in (
-        ("device slot", {"device_slots": 1}),
-        ("eager", {"copy": "eager"}),
-        ("overlap", {"copy": "overlap"}),
-    ):
-        root = work / name.replace(" ", "-")
-        trainer = Trainer(device, nbytes, seed=1)
-        with opened(root, **memory) as ckpt:
-            ckpt.load(trainer.state)
-            for step in range(1, 4):
-                trainer.step()
-                ckpt.step(step, trainer.state)
-            wanted = trainer.bits()
-            trainer.step()
-            trainer.step()
-            ckpt.rollback(reason="a check")
-            tier = ckpt.recovery.tier if ckpt.recovery is not None else ""
-            same(trainer.bits(), wanted, f"{name}: rollback from {tier}")
-            done.append(f"{name}: rollback from {tier}")
-        for tier in ("memory", "disk"):
-            other = Trainer(device, nbytes, seed=2)
-            other.step()
-            with opened(root, **memory) as ckpt:
-                ckpt.load(other.state)
-                same(other.bits(), wanted, f"{name}: load from {tier}")
-                found = ckpt.recovery.tier if ckpt.recovery is not None else ""
-                done.append(f"{name}: load from {found}")
-                ckpt.close()  # durable now, and gone from memory
+    for name, memory in KINDS.items():
+        with work.run(f"bits-{name}") as root:
+            done += _check_bits(device, nbytes, work, root, name, memory)
     return done
+
+
+def _check_bits(
+    device: torch.device, nbytes: int, work: Work, root: Path, name: str, memory: dict[str, Any]
+) -> list[str]:
+    done = []
+    trainer = Trainer(device, nbytes, seed=1)
+    with work.opened(root, **memory) as ckpt:
+        ckpt.load(trainer.state)
+        for step in range(1, 4):
+            trainer.step()
+            ckpt.step(step, trainer.state)
+        wanted = trainer.bits()
+        trainer.step()
+        trainer.step()
+        ckpt.rollback(reason="a check")
+        done.append(f"{name}: rollback from {_tier(ckpt)}")
+        same(trainer.bits(), wanted, done[-1])
+    for _ in range(2):  # from memory, then, once that is durable and gone from memory, from disk
+        other = Trainer(device, nbytes, seed=2)
+        other.step()
+        with work.opened(root, **memory) as ckpt:
+            ckpt.load(other.state)
+            done.append(f"{name}: load from {_tier(ckpt)}")
+            same(other.bits(), wanted, done[-1])
+            ckpt.close()
+    return done
+
+
+def _tier(ckpt: everstep.Checkpointer) -> str:
+    return ckpt.recovery.tier if ckpt.recovery is not None else "nowhere"
 
 
 # -- times
@@ -253,18 +305,20 @@ def copies(trainer: Trainer, clock: Clock, directory: Path) -> dict[str, Any]:
         arena.close()
 
 
-def stalls(device: torch.device, nbytes: int, clock: Clock, work: Path) -> dict[str, Any]:
+def stalls(device: torch.device, nbytes: int, clock: Clock, work: Work) -> dict[str, Any]:
     """By kind of copy: seconds that a snapshot keeps the host, and the device's stream, from training; and those of a
     rollback."""
-    return {
-        "device_slot": _stall(Trainer(device, nbytes, seed=3), clock, work / "stall-device", device_slots=1),
-        "eager": _stall(Trainer(device, nbytes, seed=3), clock, work / "stall-eager", copy="eager"),
-        "overlap": _stall(Trainer(device, nbytes, seed=3), clock, work / "stall-overlap", copy="overlap"),
-    }
+    found = {}
+    for name, memory in KINDS.items():
+        with work.run(f"stall-{name}") as root:
+            found[name] = _stall(Trainer(device, nbytes, seed=3), clock, work, root, memory)
+    return found
 
 
-def _stall(trainer: Trainer, clock: Clock, root: Path, **memory: Any) -> dict[str, float]:
-    with opened(root, **memory) as ckpt:
+def _stall(
+    trainer: Trainer, clock: Clock, work: Work, root: Path, memory: dict[str, Any]
+) -> dict[str, float]:
+    with work.opened(root, **memory) as ckpt:
         ckpt.load(trainer.state)
         times = []
         for step in range(1, REPEATS + 4):
@@ -280,7 +334,7 @@ def _stall(trainer: Trainer, clock: Clock, root: Path, **memory: Any) -> dict[st
     }
 
 
-def slow_down(device: torch.device, nbytes: int, clock: Clock, work: Path) -> float:
+def slow_down(device: torch.device, nbytes: int, clock: Clock, work: Work) -> float:
     """A loop of matrix products with a snapshot in each round, against one without; the middle of paired runs."""
     side = 8192 if device.type == "cuda" else 256
     factor = torch.randn(side, side, device=device, dtype=torch.bfloat16 if side > 256 else torch.float32)
@@ -294,7 +348,7 @@ def slow_down(device: torch.device, nbytes: int, clock: Clock, work: Path) -> fl
     products(3)
     per_round = max(1, round(LOOP_S[device.type] / 4 / max(clock.time(lambda: products(4))[1] / 4, 1e-6)))
     ratios = []
-    with opened(work / "loop", device_slots=1) as ckpt:
+    with work.run("loop") as root, work.opened(root, device_slots=1) as ckpt:
         ckpt.load(trainer.state)
         trainer.step()
         ckpt.step(1, trainer.state)
@@ -321,15 +375,12 @@ def run(nbytes: int | None = None) -> dict[str, Any]:
     size = nbytes or (CUDA_BYTES if cuda else CPU_BYTES)
     clock = Clock(device)
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="everstep-check-") as name, warnings.catch_warnings():
+    with warnings.catch_warnings(), working(size) as work:
         warnings.simplefilter("ignore", RuntimeWarning)
-        work = Path(name)
-        shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else work
-        with tempfile.TemporaryDirectory(prefix="everstep-check-", dir=shared) as arenas:
-            equal = check_bits(device, size // 8 if cuda else size, work)
-            trainer = Trainer(device, size, seed=5)
-            trainer.step()
-            measured = copies(trainer, clock, Path(arenas))
+        equal = check_bits(device, size // 8 if cuda else size, work)
+        trainer = Trainer(device, size, seed=5)
+        trainer.step()
+        measured = copies(trainer, clock, work.arenas)
         plain = ceilings(device, measured["nbytes"], clock)
         del trainer
         return {
