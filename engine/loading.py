@@ -42,7 +42,7 @@ LOOKS_MAX = 20
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What a load did: the step, the tier that gave it ("memory" or "disk"), the seconds it took, and what was
+    """What a load did: the step, the tier that gave it ("memory", "disk" or "device"), the seconds it took, and what was
     passed over on the way (newer steps that could not be used).
 
     ``sources`` are the bytes that this rank read of images (whole chunks, so a little more than ``nbytes``), by where
