@@ -212,6 +212,7 @@ class Arena:
             self._check_takeable(before, owner, run_id, incarnation)
             if before.run_id not in ("", run_id):
                 self._free_all()
+                self._control.words[WORD_PROTECTED] = self._control.words[WORD_COMPLETE] = 0
             else:
                 self._free_unfinished()
             points.reach("take.locked", str(incarnation))
