@@ -29,8 +29,9 @@ from everstep.store.rotate import RotationReport
 from everstep.store.runs import open_run
 
 from . import protocol
+from .beacon import Beacons
 from .guard import SameRun
-from .journal import JobEntry, Journal
+from .journal import JobEntry, Journal, NoJournal
 from .members import FLUSHED, KEPT, Member, Members, find_snapshot, open_arena
 from .orphans import Orphans
 from .pipeline import Flush, Pipeline
@@ -86,6 +87,7 @@ class Service:
         self._rotator: Rotator | None = None
         self._events: EventLog | None = None
         self._orphans = Orphans(self)
+        self._beacons = Beacons(self)
         self._registered: set[Peer] = set()
         self._order = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -102,6 +104,7 @@ class Service:
             log.error("the journal was damaged and has been set aside: %s", self._journal.repaired)
         self._keep(self._resume())
         self._keep(self._linger())
+        self._keep(self._beacons.run())
 
     async def close(self) -> None:
         for task in list(self._tasks):
@@ -112,6 +115,7 @@ class Service:
         if self.pipeline is not None:
             await self.pipeline.close()
         await self._write_events()
+        await self._beacons.close()
         self.members.close()
         self._journal_thread.shutdown()
         self._journal.close()
@@ -254,6 +258,7 @@ class Service:
         peer.member = member
         if peer.open:
             self._registered.add(peer)
+        self._beacons.changed()
         peer.send(Welcome(self._journal.epoch))
         self._keep(self._check_incarnations())
 
@@ -309,6 +314,7 @@ class Service:
     async def _bye(self, peer: Peer, member: Member, request: Bye) -> None:
         self.members.leave(member, FLUSHED if request.flush else KEPT)
         await self._journaled(self._journal.drop_member, member.entry())
+        self._beacons.changed()
         peer.send(Goodbye(request.number))
         self._keep(self._orphans.look())
 
@@ -342,6 +348,7 @@ class Service:
             "root": self.settings.root,
             "node": self.settings.node,
             "idle": self.idle,
+            "live": self._beacons.status(),
             "seconds": time.monotonic() - self._started,
             "trainers": [
                 {"rank": m.rank, "incarnation": m.incarnation, "pid": m.process.pid, "here": m.here}
@@ -358,7 +365,24 @@ class Service:
             ],
         }
 
-    # -- for the queue and the orphans
+    # -- for the queue, the orphans and the beacon
+
+    @property
+    def backend(self) -> Backend:
+        return self._backend
+
+    @property
+    def run_record(self) -> RunRecord | None:
+        return self._run
+
+    @property
+    def inline(self) -> bool:
+        """Whether this is the agent of one trainer, within it."""
+        return isinstance(self._journal, NoJournal)
+
+    async def superseded(self, incarnation: int) -> bool:
+        """Whether a newer incarnation writes the run, or that cannot be told."""
+        return await self._pipeline.fence.superseded(incarnation)
 
     @property
     def _pipeline(self) -> Pipeline:
@@ -423,6 +447,8 @@ class Service:
         """Tell every registered trainer, and the run's events."""
         for peer in list(self._registered):
             peer.send(_news(progress))
+        if progress.stage == "committed":
+            self._beacons.committed(progress.incarnation, progress.step)
         if progress.stage != "queued" and self._events is not None:
             facts = {k: v for k, v in vars(progress).items() if k not in ("stage", "tier") and v is not None}
             self._events.append(progress.stage, **facts)
@@ -500,6 +526,7 @@ class Service:
 
     def _died(self, member: Member) -> None:
         log.info("rank %d of incarnation %d has ended without goodbye", member.rank, member.incarnation)
+        self._beacons.changed()
         for flush in [] if self.pipeline is None else self.pipeline.flushes():
             flush.changed.set()
         self._keep(self._orphans.look())
