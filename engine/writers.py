@@ -5,8 +5,8 @@ that it writes *here*: it may have closed the run, or the run may have been copi
 the agents' directories for as long as it writes; the mark names the canonical root and the incarnation's random id.
 A mark without its process, or a process without its mark, is no living writer.
 
-Of a writer on another host its node's agent tells, in the beacon that it leaves on the shared tier: it lives if that very
-process is named there as living, by a beacon that is made anew while we look. Clocks are not compared.
+Of a writer on another host its node's agent tells, in the beacon that it leaves on the shared tier: it lives if that
+very process is named there as living, by a beacon that is made anew while we look. Clocks are not compared.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class Seen:
 
 
 class Lookout:
-    """Looks whether a run's newest writer lives on another host. A beacon that stands still costs the time of some of its
-    intervals, once: :meth:`begin` is called before something that takes time anyhow, such as a load."""
+    """Looks whether a run's newest writer lives on another host. A beacon that stands still costs the time of some of
+    its intervals, once: :meth:`begin` is called before something that takes time anyhow, such as a load."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

@@ -26,8 +26,8 @@ class Signs:
     """What is known of one rank; None: not known.
 
     ``beat_age_s`` is how old its last beat is at least, by the clock of its own node and the time for which the one
-    who looks has seen nothing new. ``process`` is whether its process runs, ``beacon`` whether its node's beacon goes on
-    between two looks, ``storage`` whether the shared tier answers its node.
+    who looks has seen nothing new. ``process`` is whether its process runs, ``beacon`` whether its node's beacon goes
+    on between two looks, ``storage`` whether the shared tier answers its node.
     """
 
     beat_age_s: float | None = None
@@ -93,8 +93,8 @@ class Look:
 
 
 STEPS_TO_PROVE = 2
-"""A beacon may have been on its way when its ranks died. One that is two counts further was made after the one before it
-had arrived, and so after the first look."""
+"""A beacon may have been on its way when its ranks died. One that is two counts further was made after the one before
+it had arrived, and so after the first look."""
 
 
 def goes_on(looks: Sequence[Look]) -> bool:

@@ -142,5 +142,7 @@ def test_the_agent_s_own_beacons_hold_a_second_job_off_and_let_a_restart_in(
     began = time.monotonic()
     ckpt.save(2, {"n": 2}).wait()  # its agent lingers, and says so
     assert time.monotonic() - began < 20
-    assert [beacon.ranks for beacon in beacons(root).values() if beacon.incarnation == 1 and beacon.living] == []
+    assert [
+        beacon.ranks for beacon in beacons(root).values() if beacon.incarnation == 1 and beacon.living
+    ] == []
     ckpt.close()
