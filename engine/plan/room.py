@@ -304,7 +304,7 @@ def survival(job: Job) -> tuple[Loss, ...]:
         Loss(
             "the job's end",
             {
-                "torchrun": "memory of the nodes till they are rebooted or cleaned; after a kill the agents make it durable",
+                "torchrun": "memory of the nodes till they are rebooted; after a kill the agents make it durable",
                 "slurm": "memory of the nodes; with job_container/tmpfs /dev/shm goes with the job: disk",
                 "kubernetes": disk,
             },
