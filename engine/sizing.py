@@ -239,12 +239,10 @@ def _arenas(run: str, base: Path) -> list[Any]:
 def _of_checkpoint(run: str) -> _State | None:
     """The fullest rank of the run's newest checkpoint. None where there is no checkpoint."""
     from .backends.open import open_backend
-    from .format import names
-    from .format.layout import decode
     from .format.manifest import Manifest
     from .plan.lineage import Lineage
     from .store.blocking import run_blocking
-    from .store.catalog import list_steps, read_decision
+    from .store.catalog import list_steps, read_decision, read_layout
     from .store.runs import open_run, read_incarnations
 
     async def read() -> _State | None:
@@ -257,8 +255,7 @@ def _of_checkpoint(run: str) -> _State | None:
                 if not isinstance(decision, Manifest) or not lineage.counts(*step.key):
                     continue
                 fullest = max(decision.ranks, key=lambda rank: rank.nbytes)
-                name = names.layout(fullest.layout_hash)
-                layout = decode(await backend.read(name), name)
+                layout = await read_layout(backend, fullest.layout_hash)
                 copies = sum(image.nbytes for image in layout.copies)
                 return _State(
                     f"rank {fullest.rank} of the checkpoint of step {decision.step}",

@@ -108,7 +108,7 @@ def _seen(node: SeenNode, rank: BeaconRank) -> SeenRank:
         storage = None if node.agent is None else node.error is None
         signs = Signs(rank.beat_age_s, rank.alive, None, storage)
     elif node.moves is None:
-        signs = Signs(process=None if rank.alive else False)
+        signs = Signs(process=None) if rank.alive else Signs(rank.beat_age_s, False)
     else:
         age = None if rank.beat_age_s is None else rank.beat_age_s + node.still_s
         # What a beacon that stands still says of a living process is not known to be so any more.
@@ -257,7 +257,9 @@ def _others(sight: Sight, here: set[str], place: Place, wait_s: float | None) ->
             for name, beacon in first.items()
             if beacon.incarnation >= newest and beacon.node not in here
         }
-        waiting = {name for name, node in nodes.items() if node.beacon.living}
+        waiting = {name for name, node in nodes.items() if node.beacon.ranks}
+        if not any(node.beacon.living for node in nodes.values()) and not here:
+            waiting = set()  # nobody is said to live: the wait would prove nothing
         bound = [min(nodes[name].beacon.timeout_s * 1.05, LOOK_S_MAX) for name in waiting]
         limit_s = max(bound, default=0.0) if wait_s is None else wait_s
         began = time.monotonic()
