@@ -16,13 +16,13 @@ from .memory.header import Kind, aligned
 from .memory.room import limits
 from .memory.sizes import (
     AGENT_BYTES,
-    HELD_SLOTS,
     SHARED_BYTES,
     arena_bytes,
     around_bytes,
     estimated_slot_bytes,
-    held_slot_bytes,
 )
+from .peers.keeper import with_records
+from .peers.shelf import SLOTS as HELD_SLOTS
 from .places import locate
 from .plan.room import Job, Limit, Loss, Room, Verdict, advice, compare, plan, survival
 from .policy import Memory
@@ -160,8 +160,8 @@ def _job(state: _State, memory: Memory, *, nodes: int, ranks_per_node: int, grow
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         slot_bytes=slot,
-        held_bytes=held_slot_bytes(slot, state.chunk_bytes),
-        small_bytes=held_slot_bytes(around_bytes(state.tensors, state.plain_bytes), state.chunk_bytes),
+        held_bytes=with_records(slot, state.chunk_bytes),
+        small_bytes=with_records(around_bytes(state.tensors, state.plain_bytes), state.chunk_bytes),
         chunk_bytes=state.chunk_bytes,
         slots=memory.slots,
         held_slots=HELD_SLOTS,

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from everstep.format.constants import HASH_BYTES
-
-from .header import REGIONS_MAX, SEAL_ENTRY_BYTES, Fixed, aligned
+from .header import Fixed, aligned
 
 ENTRY_BYTES = 320
 """Room per tensor for its line in an image's header and in the layout."""
 PARTS_BYTES = 64 * 4096
 """Room for the parts' padding to 4 KiB, and for plain values."""
 SLACK = 0.02
-
-HELD_SLOTS = 2
-"""Of another node's snapshots, and of parity: the older one stays until the newer is whole and proved."""
 
 SHARED_BYTES = 128 << 20
 """Memory that the ranks of a node share while they load, in two halves: one is copied from while the other is read
@@ -32,12 +27,6 @@ def around_bytes(tensors: int, plain_bytes: int) -> int:
 def estimated_slot_bytes(tensor_bytes: int, tensors: int, plain_bytes: int, *, slack: float = SLACK) -> int:
     """The slot that is reserved for a snapshot of so many bytes in so many tensors, and plain values besides."""
     return aligned(tensor_bytes + around_bytes(tensors, plain_bytes) + int(slack * tensor_bytes))
-
-
-def held_slot_bytes(slot_bytes: int, chunk_bytes: int) -> int:
-    """The slot that another node reserves for what lies in a slot of ``slot_bytes``: with the table of its hashes."""
-    chunks = -(-slot_bytes // chunk_bytes) + REGIONS_MAX
-    return aligned(slot_bytes) + aligned(chunks * HASH_BYTES + REGIONS_MAX * 4 * SEAL_ENTRY_BYTES)
 
 
 def arena_bytes(slots: int, slot_bytes: int, chunk_bytes: int) -> int:

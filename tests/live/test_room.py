@@ -13,7 +13,8 @@ import torch
 from everstep import errors
 from everstep.memory.arena import Arena
 from everstep.memory.header import Kind, aligned
-from everstep.memory.sizes import arena_bytes, estimated_slot_bytes, held_slot_bytes
+from everstep.memory.sizes import arena_bytes, estimated_slot_bytes
+from everstep.peers.keeper import with_records
 from everstep.plan.room import Job, Limit, advice, compare, plan, survival
 from everstep.policy import Memory
 from everstep.sizing import MemoryPlan, plan_memory
@@ -45,8 +46,8 @@ def job(slot_bytes: int = 1 << 20, **changes: Any) -> Job:
         "nodes": 4,
         "ranks_per_node": 2,
         "slot_bytes": slot_bytes,
-        "held_bytes": held_slot_bytes(slot_bytes, CHUNK),
-        "small_bytes": held_slot_bytes(1 << 18, CHUNK),
+        "held_bytes": with_records(slot_bytes, CHUNK),
+        "small_bytes": with_records(1 << 18, CHUNK),
         "chunk_bytes": CHUNK,
     }
     return Job(**{**given, **changes})
@@ -112,12 +113,6 @@ def test_the_moments_at_which_there_is_more(tmp_path: Path) -> None:
     assert room.grown == larger + int(room.node_held * (larger / room.node_own))
     assert room.most == room.node + max(room.grown, room.moved + 120) and room.rank_device == 7
     assert plan(job(), arena).grown == 0
-
-
-def test_the_slots_of_other_nodes_are_those_that_their_keepers_reserve() -> None:
-    keeper = pytest.importorskip("everstep.peers.keeper")
-    for slot, chunk in ((4096, 4096), (1 << 20, CHUNK), ((1 << 30) + 4096, 1 << 20)):
-        assert held_slot_bytes(slot, chunk) == keeper.with_records(slot, chunk)
 
 
 def test_the_estimate_of_a_slot_is_the_checkpointer_s() -> None:
