@@ -12,9 +12,10 @@ import pytest
 import torch
 from everstep import errors
 from everstep.memory.arena import Arena
+from everstep.memory.directory import find_arenas
 from everstep.memory.header import Kind, aligned
 from everstep.memory.sizes import arena_bytes, estimated_slot_bytes
-from everstep.peers.keeper import with_records
+from everstep.peers.keeper import Keeper, with_records
 from everstep.plan.room import Job, Limit, advice, compare, plan, survival
 from everstep.policy import Memory
 from everstep.sizing import MemoryPlan, plan_memory
@@ -84,6 +85,16 @@ def test_what_is_held_for_other_nodes(
     assert room.node_held == files(tmp_path, (Kind.HELD, held, 2, given.held_bytes))
     assert room.spare == files(tmp_path, (Kind.HELD, spare, 2, given.held_bytes))
     assert given.survives == min(replicas, nodes + spares - 1)
+
+
+def test_a_keeper_s_own_arenas(tmp_path: Path) -> None:
+    """What an agent really reserves for two ranks of another node."""
+    keeper = Keeper(tmp_path, "key", "n0", "run", lambda rank: None)
+    for rank in (0, 1):
+        keeper.reserve(rank, 1 << 20, CHUNK)
+    taken = sum(info.nbytes for info in find_arenas(tmp_path, Kind.HELD))
+    keeper.close()
+    assert plan(job(nodes=2, replicas=1), arena).node_held == taken
 
 
 def test_parity_takes_its_part(tmp_path: Path) -> None:
