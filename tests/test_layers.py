@@ -18,7 +18,7 @@ import pytest
 from tests.sources import PACKAGES, TOP, Arrow, arrows, layer_of, module_of, modules, sources
 
 STORE = frozenset({"errors", "format", "plan", "memory", "backends"})
-EVERYTHING = frozenset({"facade", "agent", "exchange", "state", "snapshot", "store", *STORE})
+EVERYTHING = frozenset({"facade", "agent", "peers", "exchange", "state", "snapshot", "store", *STORE})
 MAY_IMPORT = {
     "errors": frozenset[str](),
     "backends": frozenset[str](),
@@ -26,8 +26,9 @@ MAY_IMPORT = {
     "plan": frozenset({"errors", "format"}),
     "memory": frozenset({"errors", "format"}),
     "store": STORE,
-    "agent": STORE | {"store"},
-    "exchange": STORE | {"store"},
+    "peers": STORE | {"store"},
+    "agent": STORE | {"store", "peers"},
+    "exchange": STORE | {"store", "peers"},
     "state": frozenset({"errors", "format", "plan"}),
     "snapshot": frozenset({"errors", "format", "memory", "state"}),
     "facade": EVERYTHING,
@@ -48,7 +49,7 @@ LAZY_TORCH = {
 """Outside those layers: only inside functions that fsck and the agent do not call, or call only for jobs that have
 tensors of the whole job, whose coverage is checked with arrays."""
 
-LIGHT = ("everstep", "everstep.places", "everstep.policy", "everstep.state.codec")
+LIGHT = ("everstep", "everstep.places", "everstep.policy", "everstep.sizing", "everstep.state.codec")
 """Besides the layers without torch, what the maintenance commands use."""
 
 HEAVY = frozenset({"torch", "numpy"})
@@ -217,6 +218,7 @@ def test_the_public_face_is_the_documented_one() -> None:
     assert set(everstep.__all__) - {"__version__"} == {
         "Checkpointer",
         "Memory",
+        "MemoryPlan",
         "Policy",
         "Recovery",
         "SaveHandle",
@@ -225,6 +227,7 @@ def test_the_public_face_is_the_documented_one() -> None:
         "errors",
         "flat_range",
         "load",
+        "plan_memory",
         "register",
         "save",
     }

@@ -14,6 +14,7 @@ from everstep.plan.retention import Retention
 LINGER_S = 30.0
 COMMIT_TIMEOUT_S = 300.0
 QUEUE_MAX = 64
+HEARTBEAT_S = 5.0
 KEEP_LAST = 10
 
 VERDICTS = frozenset({"committed", "failed", "abandoned", "superseded"})
@@ -37,6 +38,8 @@ class AgentSettings:
     commit_timeout_s: float = COMMIT_TIMEOUT_S
     chunk_bytes: int = CHUNK_BYTES
     queue_max: int = QUEUE_MAX
+    heartbeat_s: float = HEARTBEAT_S
+    heartbeat_timeout_s: float = 4 * HEARTBEAT_S
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -51,6 +54,8 @@ class AgentSettings:
             "commit_timeout_s": self.commit_timeout_s,
             "chunk_bytes": self.chunk_bytes,
             "queue_max": self.queue_max,
+            "heartbeat_s": self.heartbeat_s,
+            "heartbeat_timeout_s": self.heartbeat_timeout_s,
         }
 
     @classmethod
@@ -89,7 +94,10 @@ class Progress:
     ``stage`` of a rank: queued (accepted, and in the journal), written (its images are durable), voted; of a
     step: committed, failed, abandoned, superseded, and just before the first of these what the ranks' hashes
     say: disagreement (replicas differ), equal (what each rank stores is equal on all), noticed; of no step
-    (``NO_STEP``): superseded, rotated, and agent_lost where nothing was unfinished. ``error`` is an error's
+    (``NO_STEP``): superseded, rotated, and agent_lost where nothing was unfinished. Of protection against the loss of
+    nodes: peer_failed (a snapshot could not be sent; it is tried again), unprotected (training goes on without a node's
+    protection), protected (it is back), replicas_differ (a rank here has other bytes of a tensor than another node's).
+    ``error`` is an error's
     ``to_wire()``; ``seconds`` count from the acceptance of the flush; ``rank`` is the rank that it speaks of
     (-1: the whole step).
     """

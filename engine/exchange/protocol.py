@@ -14,7 +14,8 @@ from typing import Literal
 
 import msgspec
 from everstep.format.constants import LAYOUT_BYTES_MAX
-from everstep.format.vote import ImageRecord
+from everstep.format.records_table import decode_records as decode_records
+from everstep.format.records_table import encode_records as encode_records
 
 MAGIC = b"everstep exchange 1\n"
 TOKEN_BYTES = 32
@@ -47,13 +48,15 @@ LOST = (OSError, EOFError, asyncio.TimeoutError, Violation)
 
 
 class Request(msgspec.Struct, forbid_unknown_fields=True):
-    """``what`` of the saved rank ``rank``; for "read" ``nbytes`` of ``image`` from ``offset`` on."""
+    """``what`` of the saved rank ``rank``; for "read" ``nbytes`` of ``image`` from ``offset`` on. ``copy``: of which
+    of the node's snapshots of that rank."""
 
     what: What
     rank: int
     image: str = ""
     offset: int = 0
     nbytes: int = 0
+    copy: int = 0
 
 
 class Reply(msgspec.Struct, forbid_unknown_fields=True):
@@ -65,35 +68,27 @@ class Reply(msgspec.Struct, forbid_unknown_fields=True):
 
 class Proof(msgspec.Struct):
     """What a saved rank's snapshot must be: told through the job's store, it binds all that comes over the
-    connection. ``root`` is over the records of all the rank's images."""
+    connection. ``root`` is over the records of all the rank's images. A node may have several ``copy`` of one rank;
+    ``lacks`` are images that are not in this one."""
 
     rank: int
     generation: int
     layout_hash: str
     root: bytes
     meta_hash: bytes
+    copy: int = 0
+    lacks: list[str] = []
 
 
 class Offer(msgspec.Struct):
-    """Where a node's memory is served, to whom knows the token, and what is there."""
+    """Where a node's memory is served, to whom knows the token, and what is there. ``problems``: what could not be
+    offered."""
 
     host: str
     port: int
     token: bytes
     proofs: list[Proof]
-
-
-def encode_records(records: list[ImageRecord]) -> bytes:
-    return msgspec.msgpack.encode([(one.name, one.nbytes, one.root, one.chunks) for one in records])
-
-
-def decode_records(data: bytes) -> list[ImageRecord]:
-    """Violation if it is no table of records. Their hashes are not compared here."""
-    try:
-        rows = msgspec.msgpack.decode(data, type=list[tuple[str, int, bytes, bytes]])
-    except msgspec.DecodeError as error:
-        raise Violation(f"no table of records: {error}") from None
-    return [ImageRecord(*row) for row in rows]
+    problems: list[str] = []
 
 
 def decode_request(data: bytes) -> Request:

@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import pytest
 from everstep.exchange import protocol
-from everstep.exchange.address import own_address
 from everstep.exchange.client import PeerSource
 from everstep.exchange.errors import PeerLost
 from everstep.exchange.protocol import MAGIC, Offer, Proof, Request, encode_records
@@ -25,6 +24,7 @@ from everstep.format.constants import HASH_BYTES
 from everstep.format.hashing import chunk_hashes, image_root, rank_root
 from everstep.format.layout import Box, EntrySpec, build_layout, encode, layout_hash
 from everstep.format.vote import STATE_IMAGE, ImageRecord
+from everstep.peers.address import own_address
 from everstep.store.blocking import run_blocking
 from everstep.store.flush import write_meta
 
@@ -79,7 +79,7 @@ def server(snapshots: dict[int, Snapshot]) -> Iterator[Server]:
 
 def serving(snapshots: dict[int, Snapshot], **options: Any) -> Server:
     given = {"host": "127.0.0.1", "connections_max": 8, "idle_s": SOON_S, "io_s": SOON_S, **options}
-    return Server({rank: one.shelf() for rank, one in snapshots.items()}, TOKEN, **given)
+    return Server({(rank, 0): one.shelf() for rank, one in snapshots.items()}, TOKEN, **given)
 
 
 def source(
@@ -446,7 +446,7 @@ def test_what_is_not_as_offered_is_not_believed(snapshots: dict[int, Snapshot], 
         one.records = other.records
     with serving(snapshots) as server:
         if what == "records":
-            server._shelves[0] = Shelf(b"", b"", b"\x93\x01\x02", {})  # type: ignore[arg-type,index]
+            server._shelves[0, 0] = Shelf(b"", b"", b"\x93\x01\x02", {})  # type: ignore[arg-type,index]
         peer = source(server, snapshots, proofs=list(proofs.values()))
         with pytest.raises(PeerLost, match="not what was offered"):
             run_blocking(peer.meta(0) if what == "meta" else peer.layout(0))
