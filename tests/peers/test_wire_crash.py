@@ -37,7 +37,7 @@ GROWING = [
     "arena.reserve.before::2",
     "arena.name.before::2",
     "take.locked:1:2",
-    "keeper.grown",
+    "keeper.grown::2",
     "seal.locked:2",
 ]
 GROWN = ["keeper.outgrown", "keeper.sealed:2"]
@@ -125,8 +125,8 @@ def test_a_sender_that_is_killed_leaves_the_former_snapshot(
 
 def test_a_holder_that_is_stopped_is_lost_in_bounded_time(owner: Own, directory: Path) -> None:
     """It is there, its connections stand, and it does nothing."""
-    rank = owner(slot_bytes=16 << 20)
-    large = contents(1, 1, {"model": 12 << 20})
+    rank = owner(slots=1, slot_bytes=49 << 20)
+    large = contents(1, 1, {"model": 48 << 20})
     with Process("keep", directory, points="stall:keeper.begun") as there:
         port = there.line()
         with connect("127.0.0.1", port, SECRET, RUN, me="owner", timeout_s=SOON_S, io_s=0.5) as link:
