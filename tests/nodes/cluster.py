@@ -204,9 +204,13 @@ class Cluster:
             f"step {step} on all ranks",
         )
 
-    def go(self) -> None:
-        """Let the ranks go on that wait at the step of ``stop``."""
-        (self._out / "go").touch()
+    def go(self, step: int) -> None:
+        """Let the ranks go on that wait after ``step``, one of the life's ``stops``."""
+        (self._out / f"go-{step}").touch()
+
+    def warnings(self, rank: int) -> list[str]:
+        """What the rank was warned of in this life."""
+        return [text for step in self.steps_of(rank) for text in step["warned"]]
 
     def until(self, look: Callable[[], Any], what: str, timeout_s: float = VERDICT_S) -> Any:
         until = time.monotonic() + timeout_s

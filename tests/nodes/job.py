@@ -70,8 +70,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Life:
-    """What one launch does. ``places``: by rank; ``steps``: the last step of training; ``stop``: the step at which to
-    wait for the launcher's word, or -1. ``plain``: without everstep."""
+    """What one launch does. ``places``: by rank; ``steps``: the last step of training; ``stops``: steps after which to
+    wait for the launcher's word. ``plain``: without everstep."""
 
     root: str
     out: str
@@ -88,10 +88,10 @@ class Life:
     """Make the last step durable at the end."""
     whole: bool = False
     """Say after the load and each step what all ranks hold together."""
-    stop: int = -1
+    stops: tuple[int, ...] = ()
     save_at: tuple[int, ...] = ()
-    enter: Callable[[int, Life], None] | None = None
-    """Called in each rank before anything else: what a test needs there."""
+    inner: Callable[[int, Life], None] | None = None
+    """Called in each rank before it trains: what a test needs there."""
 
 
 class Journal:
@@ -112,8 +112,8 @@ def live(rank: int, world: int, life: Life) -> None:
     log = (Path(life.out) / f"rank-{rank}.stacks").open("w")
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     (Path(life.out) / f"pid-{rank}").write_text(str(os.getpid()))
-    if life.enter is not None:
-        life.enter(rank, life)
+    if life.inner is not None:
+        life.inner(rank, life)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -171,8 +171,8 @@ class _Rank:
             self._maybe_die("agent", done)
             if step == start + 1:
                 self._watch_agent()
-            if step == life.stop:
-                self._wait()
+            if step in life.stops:
+                self._wait(step)
         self.journal.put("done", hashes=training.hashes())
         ckpt.close(flush=life.flush)
         self.journal.put("closed")
@@ -198,9 +198,9 @@ class _Rank:
         whole = self.training.whole() if self.life.whole else None
         self.journal.put("step", step=step, whole=whole, agent=self.ckpt.agent_pid, warned=new)
 
-    def _wait(self) -> None:
+    def _wait(self, step: int) -> None:
         """Until the launcher says so."""
-        word = Path(self.life.out) / "go"
+        word = Path(self.life.out) / f"go-{step}"
         until = time.monotonic() + GONE_S
         while not word.exists() and time.monotonic() < until:
             time.sleep(0.005)
