@@ -198,13 +198,13 @@ class MemoryTier:
     def drop_outgrown(self) -> None:
         """Remove arenas that were replaced, and those of former ranks, once this incarnation has a W that lies in
         the present arena (just after a replacement, W may still lie in the one before). Where other nodes have ranks
-        too, W is this node's only: the others, at most one snapshot behind, have it when the next one is complete,
-        and till then a load may need what the former incarnation left."""
+        too, W is this node's only, unless snapshots are guarded: the others, at most one snapshot behind, have it when
+        the next one is complete, and till then a load may need what the former incarnation left."""
         newest = self.complete()
         if newest is None or newest[0] != self._incarnation:
             return
         self._first_complete = self._first_complete or newest
-        if not self._alone and newest == self._first_complete:
+        if not self._alone and not self.guarded and newest == self._first_complete:
             return
         if self._outgrown and any(found.key == newest for found in self.arena.snapshots()):
             for arena in self._outgrown:
@@ -266,7 +266,8 @@ class MemoryTier:
     def _ours(self, info: ArenaInfo, run_id: str) -> bool:
         """Left by a process of this rank that is gone."""
         alive = info.owner is not None and info.owner.alive()
-        return info.rank == self._rank and info.run_id in ("", run_id) and not alive
+        ours = info.kind is Kind.OWN and info.rank == self._rank
+        return ours and info.run_id in ("", run_id) and not alive
 
     def _create(self, slot_bytes: int, chunk_bytes: int) -> Arena:
         make: dict[str, Any] = {
@@ -299,6 +300,8 @@ class MemoryTier:
         old = self.arena
         self._arena = self._create(int(need_bytes * GROWTH), old.info.chunk_bytes)
         self._take(self._arena)
+        if old.complete is not None:
+            self._arena.complete = old.complete
         self._outgrown.append(old)
 
     def _meet(self) -> None:
