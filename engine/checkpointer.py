@@ -37,7 +37,6 @@ from .memorytier import MemoryTier, Room
 from .nodes import node_of
 from .opening import Origin, begin_incarnation
 from .places import locate
-from .plan.placement import holders
 from .planning import Copies, expected_slot_bytes
 from .policy import SHARED_MEMORY, Memory, Policy
 from .ranks import Ranks
@@ -121,9 +120,9 @@ class Checkpointer:
         self._nodes: list[str] = []
         """Of all ranks, once they have told each other."""
         self._copies = 0
-        """How many other nodes keep each snapshot: what was asked for, as far as there are nodes."""
+        """How many lost nodes are survived: what was asked for, as far as there are nodes."""
         self._holders: tuple[tuple[int, ...], ...] = ()
-        """Which ones, by the number of a node in the order of their first ranks; spare ones follow."""
+        """Which ones keep each snapshot, by the number of a node in the order of their first ranks; spare ones last."""
         self._protection: Protection | None = None
         self.recovery: Recovery | None = None
         self._loaded: TrainState | None = None
@@ -348,10 +347,9 @@ class Checkpointer:
             return
         memory = self._memory
         here = node_of(self._place.node, tier.directory) if memory is not None else self._place.node
-        wished: list[Any] = [0, None, (), ""]
-        if memory is not None:
-            wished = [memory.replicas, memory.parity, memory.spares, domain_of(memory)]
-        told = ranks.agree("comparing nodes", [here, *wished], timeout_s=self._policy.rank_timeout_s)
+        wished = [memory.replicas, memory.parity, memory.spares] if memory is not None else [0, None, ()]
+        domain = domain_of(memory) if memory is not None else ""
+        told = ranks.agree("comparing nodes", [here, *wished, domain], timeout_s=self._policy.rank_timeout_s)
         for at, name in enumerate(("replicas", "parity", "spares"), 1):
             if any(one[at] != told[0][at] for one in told):
                 raise BadOption(
@@ -361,23 +359,21 @@ class Checkpointer:
                 )
         nodes = [one[0] for one in told]
         wanted = memory.copies if memory is not None else 0
-        others = len(set(nodes)) - 1
-        keepers = others + len(memory.spares if memory is not None else ())
-        if wanted > keepers and ranks.rank == 0:
-            option = f"replicas={wanted}" if memory is not None and memory.replicas else f"parity={wished[1]}"
+        others = len(set(nodes)) - 1 + len(memory.spares if memory is not None else ())
+        if wanted > others and ranks.rank == 0:
+            option = f"replicas={wanted}" if wished[0] else f"parity={wished[1]}"
             warnings.warn(
-                f"everstep: Memory({option}) is lowered to {keepers}: each copy lies on another node, and "
-                f"besides the node that stores a tensor this job has {keepers}",
+                f"everstep: Memory({option}) is lowered to {others}: each copy lies on another node, and "
+                f"besides the node that stores a tensor this job has {others}",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self._nodes, self._copies = nodes, min(wanted, keepers)
+        self._nodes, self._copies = nodes, min(wanted, others)
         if memory is not None:
-            domains = {one[0]: one[-1] for one in reversed(told)}  # as the first rank of each node says
-            self._protection = Protection(memory, nodes, domains, self._copies)
+            domains = dict(reversed([(one[0], one[4]) for one in told]))
+            self._protection = Protection(memory, nodes, self._copies, domains)
             self._protection.check_agent(self._agent)
-            if memory.parity is None:
-                self._holders = holders(self._protection.places(), self._copies)
+            self._holders = self._protection.holders()
 
     def _writing(self, state: TrainState | Mapping[str, Any]) -> Session:
         self._check_usable()

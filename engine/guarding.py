@@ -16,8 +16,7 @@ from .memorytier import MemoryTier
 from .peers.address import own_address
 from .peers.nodemap import NodeMap, PeerNode, encode_map
 from .peers.secret import SECRET, SECRET_BYTES, SECRET_FILE, run_secret
-from .plan.placement import Node
-from .plan.placement import node_map as place_nodes
+from .plan.placement import Node, holders, node_map
 from .policy import Memory, Policy
 from .ranks import Ranks
 
@@ -26,29 +25,25 @@ SHARE = 0.5
 """The part of the wait for a slot that protection may take: training must go on without it before that ends."""
 
 
-def domain_of(memory: Memory) -> str:
-    """What this node shares the fate of; "" if nothing is said."""
-    return memory.domain or os.environ.get(DOMAIN) or ""
-
-
 @dataclass(frozen=True)
 class Protection:
-    """What is to be done for this job. ``nodes`` are those of all ranks, ``domains`` theirs, ``copies`` how many lost
-    nodes are to be survived, as far as there are nodes."""
+    """What is to be done for this job. ``nodes`` are those of all ranks, ``copies`` how many lost nodes are to be
+    survived, as far as there are nodes; ``domains`` by node what it shares the fate of."""
 
     memory: Memory
     nodes: Sequence[str]
-    domains: Mapping[str, str]
     copies: int
-
-    def places(self) -> list[Node]:
-        """The nodes in the order of their first ranks, spare ones last: what placement goes by."""
-        spares = [Node(one, spare=True) for one in self.memory.spares]
-        return [*place_nodes(self.nodes, self.domains), *spares]
+    domains: Mapping[str, str]
 
     @property
     def wanted(self) -> bool:
         return self.copies > 0
+
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """By node, in the order of their first ranks, those that keep whole snapshots of it; spare ones come last."""
+        spares = [Node(name, spare=True) for name in self.memory.spares]
+        copies = 0 if self.memory.parity is not None else self.copies
+        return holders([*node_map(self.nodes, self.domains), *spares], copies)
 
     def timeout_s(self, policy: Policy) -> float:
         """How long training waits for protection that makes no progress."""
@@ -85,7 +80,7 @@ def begin_protection(
     address = ranks.together("opening the agents' ports", listen, timeout_s=timeout_s)
     mine = [address, tier.arena.info.slot_bytes]
     told = ranks.agree("comparing the agents' addresses", mine, timeout_s=timeout_s)
-    nodes = node_map(wish, told)
+    nodes = addressed(wish, told)
 
     def guard() -> None:
         if first:
@@ -107,16 +102,19 @@ def begin_protection(
     tier.guarded = True
 
 
-def node_map(wish: Protection, told: Sequence[Any]) -> NodeMap:
-    """``told``: what each rank said, its node's address (the first rank there), and the bytes of its slots."""
-    names = list(dict.fromkeys(wish.nodes))
+def domain_of(memory: Memory) -> str:
+    return memory.domain or os.environ.get(DOMAIN) or ""
+
+
+def addressed(wish: Protection, told: Sequence[Any]) -> NodeMap:
+    """``told``: what each rank said, its node's address (the first rank there) and the bytes of its slots."""
     found = []
-    for name in names:
-        local = [rank for rank, node in enumerate(wish.nodes) if node == name]
-        (host, port), _ = told[local[0]]
-        rooms = tuple(told[rank][1] for rank in local)
-        domain = wish.domains[name]
-        found.append(PeerNode(_text(name, names), host, port, domain, tuple(local), rooms))
+    places = node_map(wish.nodes, wish.domains)
+    names = [place.name for place in places]
+    for place in places:
+        host, port = told[place.ranks[0]][0]
+        rooms = tuple(told[rank][1] for rank in place.ranks)
+        found.append(PeerNode(_text(place.name, names), host, port, place.domain, place.ranks, rooms))
     for spare in wish.memory.spares:
         host, _, port = spare.rpartition(":")
         found.append(PeerNode(spare, host.strip("[]"), int(port), spare=True))

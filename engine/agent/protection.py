@@ -24,7 +24,7 @@ from .journal import GuardEntry
 from .members import Member
 from .protocol import Guarded, Guarding, Listen, Listening, Taken
 from .server import Peer
-from .values import NO_STEP, Progress
+from .values import Progress
 
 if TYPE_CHECKING:
     from .service import Service
@@ -93,7 +93,7 @@ class Protection:
                     limit_s=request.limit_s,
                 )
                 await self._service.journaled_guard(entry)
-                await self._begin(_terms(entry), Path(entry.arenas), reserve=True)
+                await self._begin(_terms(entry, member.adopted), Path(entry.arenas), reserve=True)
             except (EverstepError, OSError) as caught:
                 error = _wire(caught)
         peer.send(Guarded(request.number, error))
@@ -135,7 +135,9 @@ class Protection:
             if (self._listener.host, self._listener.port) != (entry.host, entry.port):
                 guard.announce(self._listener.host, self._listener.port)
 
-    async def stand_by(self, run_id: str, secret: bytes, host: str, port: int, arenas: Path) -> tuple[str, int]:
+    async def stand_by(
+        self, run_id: str, secret: bytes, host: str, port: int, arenas: Path
+    ) -> tuple[str, int]:
         """As a spare node: keep what the others send. Where it listens. Raises PeerLost if the port is taken."""
         async with self._lock:
             await self._listen(host, port, secret, run_id)
@@ -166,11 +168,12 @@ class Protection:
 
     async def close(self) -> None:
         async with self._lock:
+            over = self._guard is not None and self._guard.over
             await self._leave()
             if self._listener is not None:
                 await asyncio.to_thread(self._listener.close)
             if self._keeper is not None:
-                self._keeper.close()
+                await asyncio.to_thread(self._keeper.close, remove=over)
 
     # -- inside
 
@@ -237,8 +240,8 @@ class Protection:
     def _local(self, rank: int) -> Arena | None:
         return self._service.members.arena(rank)
 
-    def _differs(self, error: EverstepError) -> None:
-        self._told("replicas_differ", int(error.fields.get("step", NO_STEP)), error.to_wire())
+    def _differs(self, rank: int, key: tuple[int, int], error: EverstepError) -> None:
+        self._told("replicas_differ", key[1], error.to_wire())
 
     def _told(self, stage: str, step: int, error: dict[str, Any] | None) -> None:
         service, guard = self._service, self._guard
@@ -259,7 +262,7 @@ class _Handlers(dict[type[Message], Callable[[Link, Any], None]]):
         return self._serve
 
 
-def _terms(entry: GuardEntry) -> Terms:
+def _terms(entry: GuardEntry, adopted: tuple[int, int] | None = None) -> Terms:
     return Terms(
         nodes=decode_map(entry.nodes),
         me=entry.me,
@@ -270,10 +273,13 @@ def _terms(entry: GuardEntry) -> Terms:
         rate_bytes_per_s=entry.rate_bytes_per_s,
         timeout_s=entry.timeout_s,
         limit_s=entry.limit_s,
+        adopted=adopted,
     )
 
 
 def _wire(error: Exception) -> dict[str, Any]:
     if isinstance(error, EverstepError):
         return error.to_wire()
-    return AgentError("the agent cannot protect snapshots", found=f"{type(error).__name__}: {error}").to_wire()
+    return AgentError(
+        "the agent cannot protect snapshots", found=f"{type(error).__name__}: {error}"
+    ).to_wire()

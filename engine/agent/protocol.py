@@ -199,18 +199,7 @@ Request = (
     | Taken
     | Bye
 )
-Reply = (
-    Answer
-    | Welcome
-    | Refused
-    | News
-    | Pong
-    | StatusAnswer
-    | ArenasAnswer
-    | Listening
-    | Guarded
-    | Goodbye
-)
+Reply = Answer | Welcome | Refused | News | Pong | StatusAnswer | ArenasAnswer | Listening | Guarded | Goodbye
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

@@ -10,6 +10,7 @@ are told, and neither stops training.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -85,6 +86,8 @@ class Terms:
     rate_bytes_per_s: float | None
     timeout_s: float
     limit_s: float
+    adopted: Key | None = None
+    """What the incarnation loaded: it is kept until there is a W."""
 
     @property
     def name(self) -> str:
@@ -127,22 +130,25 @@ class Guard:
         self._line = HubLine(self)
         self.handlers: dict[type[Message], Callable[[Link, Any], None]] = {
             Offer: self._take_offer,
-            Reserve: lambda link, message: answer_reserve(self.keeper, link, message),
+            Reserve: self._take_reserve,
             Moved: self._note_moved,
-            Standing: lambda link, message: self._hub_of().listen_to(link, message),
-            Hear: lambda link, message: self._hub_of().tell(link),
+            Standing: self._listen_to,
+            Hear: self._tell_hub,
         }
         """What is done with what other agents say, by the kind of message."""
         self._links: set[Link] = set()
         self._threads: list[threading.Thread] = []
-        self.ended = False
+        self.end = threading.Event()
         self.over = False
 
     def _make_duties(self) -> list[Duty]:
         """One for each node that keeps this one's snapshots."""
         terms = self.terms
         mode: Mode = "full" if terms.nodes.parity is None else "meta"
-        return [ReplicaDuty(self, terms.nodes.nodes[index].name, mode) for index in terms.nodes.holders()[terms.me]]
+        return [
+            ReplicaDuty(self, terms.nodes.nodes[index].name, mode)
+            for index in terms.nodes.holders()[terms.me]
+        ]
 
     # -- for the agent
 
@@ -150,6 +156,8 @@ class Guard:
         """Memory for what this node is to keep, and on the spare nodes that keep this one's. May wait for them.
         Raises MemoryTooSmall, PeerLost."""
         terms = self.terms
+        if terms.adopted is not None:
+            self.keeper.completed(terms.adopted)
         for rank, slot_bytes in terms.nodes.held_by(terms.me):
             self.keeper.reserve(rank, slot_bytes, terms.chunk_bytes)
         for index in terms.nodes.holders()[terms.me]:
@@ -158,7 +166,7 @@ class Guard:
 
     def start(self) -> None:
         for post in self._posts:
-            self.thread(f"protect-{post.duty.name}", lambda post=post: self._work(post))
+            self.thread(f"protect-{post.duty.name}", functools.partial(self._work, post))
         if not self.terms.nodes.nodes[self.terms.me].spare:
             self._line.start()
 
@@ -188,6 +196,7 @@ class Guard:
 
     def nudge(self) -> None:
         """There is a new snapshot, or other news: everybody looks."""
+        self.keeper.noticed()
         with self._changed:
             self._changed.notify_all()
 
@@ -203,7 +212,7 @@ class Guard:
     @property
     def busy(self) -> bool:
         """Whether something is to be sent that can be: trainers may be gone, their last snapshots are not safe yet."""
-        if self.over or self.ended:
+        if self.over or self.end.is_set():
             return False
         return any(self._next(post) is not None and post.error is None for post in self._posts)
 
@@ -217,7 +226,8 @@ class Guard:
                 "complete": _or_none(self.complete),
                 "protected": _or_none(self.protected),
                 "holders": {
-                    post.duty.name: {"step": _or_none(post.done), "error": _text(post.error)} for post in self._posts
+                    post.duty.name: {"step": _or_none(post.done), "error": _text(post.error)}
+                    for post in self._posts
                 },
             }
         found["held"] = {str(rank): _newest(arena) for rank, arena in self.keeper.arenas().items()}
@@ -226,7 +236,7 @@ class Guard:
     def close(self) -> None:
         """End all threads."""
         with self._changed:
-            self.ended = True
+            self.end.set()
             links = list(self._links)
             self._changed.notify_all()
         self._line.close()
@@ -244,14 +254,14 @@ class Guard:
     def open_link(self, name: str) -> Link:
         """A connection to the agent of the node ``name``. Raises PeerLost."""
         with self._changed:
-            if self.ended:
+            if self.end.is_set():
                 raise PeerLost("this agent is leaving")
             host, port = self._places[name]
         terms = self.terms
         link = connect(host, port, terms.secret, terms.run_id, me=terms.name, timeout_s=CONNECT_S)
         with self._changed:
             self._links.add(link)
-            ended = self.ended
+            ended = self.end.is_set()
         if ended:
             self.drop_link(link)
             raise PeerLost("this agent is leaving")
@@ -269,11 +279,20 @@ class Guard:
             raise unexpected(message, "a message that this agent serves")
         handler(link, message)
 
-    def _hub_of(self) -> Hub:
+    def _listen_to(self, link: Link, standing: Standing) -> None:
+        self._hub().listen_to(link, standing)
+
+    def _tell_hub(self, link: Link, _: Hear) -> None:
+        self._hub().tell(link)
+
+    def _hub(self) -> Hub:
         hub = self._line.hub
         if hub is None:
             raise PeerLost("this agent is not the hub", found=self.terms.name)
         return hub
+
+    def _take_reserve(self, link: Link, message: Reserve) -> None:
+        answer_reserve(self.keeper, link, message)
 
     def _take_offer(self, link: Link, offer: Offer) -> None:
         self.last_work = time.monotonic()
@@ -322,7 +341,7 @@ class Guard:
 
     def _work(self, post: _Post) -> None:
         pause = PAUSE_FIRST_S
-        while not (self.ended or post.over):
+        while not (self.end.is_set() or post.over):
             step = self._next(post)
             if step is None:
                 self.await_change()
@@ -337,7 +356,7 @@ class Guard:
                 post.over = True
                 self._advance()
             except Exception as error:
-                if self.ended or self.over:
+                if self.end.is_set() or self.over:
                     return
                 self._failed(post, step, error)
                 self.pause(pause)
@@ -367,7 +386,9 @@ class Guard:
         found = []
         for arena in arenas:
             with contextlib.suppress(ArenaGone):
-                found += [(arena, one) for one in arena.snapshots() if one.incarnation == self.terms.incarnation]
+                found += [
+                    (arena, one) for one in arena.snapshots() if one.incarnation == self.terms.incarnation
+                ]
         return found
 
     def _protect(self, post: _Post, step: int) -> None:
@@ -465,6 +486,7 @@ class Guard:
             self.complete = step
             self._write_words()
             self._changed.notify_all()
+        self.keeper.completed((self.terms.incarnation, step))
         if first:
             self.keeper.drop((self.terms.incarnation, 0))
 
@@ -478,13 +500,13 @@ class Guard:
     def await_change(self) -> None:
         """Until something changed, for a moment."""
         with self._changed:
-            if not self.ended:
+            if not self.end.is_set():
                 self._changed.wait(LOOK_S)
 
     def pause(self, seconds: float) -> bool:
         """Whether the end came meanwhile."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.ended, seconds)
+            return self._changed.wait_for(lambda: self.end.is_set(), seconds)
 
 
 def _is_removed(arena: Arena) -> bool:

@@ -119,7 +119,9 @@ class Tally:
             late = late or (node.began is not None and now - node.began >= self._limit_s)
             if node.owes and late:
                 node.without = True
-        counted = [node.valid if node.without else node.protected for node in self._nodes if self._counts(node)]
+        counted = [
+            node.valid if node.without else node.protected for node in self._nodes if self._counts(node)
+        ]
         if counted:
             self.complete = max(self.complete, min(counted))
         changes = []
@@ -156,7 +158,9 @@ class Tally:
         if node.connected and node.error is not None:
             return node.error
         found = (
-            f"step {node.valid} is there, step {node.protected} is protected" if node.connected else "no word of it"
+            f"step {node.valid} is there, step {node.protected} is protected"
+            if node.connected
+            else "no word of it"
         )
         return PeerLost(
             f"the snapshots of node {node.name} are not protected",
@@ -248,5 +252,3 @@ class Hub:
                 expected=self.incarnation,
                 node=standing.node,
             )
-
-

@@ -1,4 +1,4 @@
-"""A node's line to the hub: its standing goes there, W comes from there; on the hub's own node, and where the hub cannot
+"""A node's line to the hub: its standing goes there, W comes from there. On the hub's own node, and where the hub cannot
 be reached for too long, W is found here."""
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ class HubLine:
         return Hub(tally, active, terms.incarnation, self._guard.nudge)
 
     def start(self) -> None:
+        self._heard = time.monotonic()
+        if self.hub is not None:
+            self.hub.tally.complete = self._guard.complete
         self._guard.thread("watch", self._watch)
         if self.hub is None:
             self._guard.thread("tell", self._tell)
@@ -68,7 +71,7 @@ class HubLine:
 
     def _watch(self) -> None:
         """The hub finds W; any other looks whether it hears of one, and finds its own if not."""
-        while not self._guard.ended:
+        while not self._guard.end.is_set():
             self._guard.await_change()
             if self.hub is not None:
                 self.hub.heard(0, self._guard.standing())
@@ -125,7 +128,7 @@ class HubLine:
 
         def talk(link: Link) -> None:
             said, at = None, 0.0
-            while not self._guard.ended:
+            while not self._guard.end.is_set():
                 standing = self._guard.standing()
                 if standing != said or time.monotonic() - at >= BEAT_S:
                     link.send(standing)
@@ -140,7 +143,7 @@ class HubLine:
 
         def talk(link: Link) -> None:
             link.send(Hear(self._guard.terms.name, self._guard.terms.incarnation))
-            while not self._guard.ended:
+            while not self._guard.end.is_set():
                 message = expect(link.receive(SILENT_S), Complete)
                 self._heard, self._error = time.monotonic(), None
                 self._guard.set_complete(message.step)
@@ -152,7 +155,7 @@ class HubLine:
     def _keep_talking(self, talk: Callable[[Link], None]) -> None:
         """To the hub, again and again; each failure is followed by a longer pause."""
         pause = PAUSE_FIRST_S
-        while not self._guard.ended:
+        while not self._guard.end.is_set():
             began = time.monotonic()
             try:
                 link = self._guard.open_link(self.name)
@@ -161,7 +164,7 @@ class HubLine:
                 finally:
                     self._guard.drop_link(link)
             except Exception as error:
-                if self._guard.ended:
+                if self._guard.end.is_set():
                     return
                 if not isinstance(error, (EverstepError, OSError)):
                     log.exception("talking to the hub failed")

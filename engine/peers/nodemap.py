@@ -71,4 +71,3 @@ def decode_map(data: bytes) -> NodeMap:
         return msgspec.msgpack.decode(data, type=NodeMap)
     except msgspec.MsgspecError as error:
         raise BadOption("what was sent is no node map", found=str(error)) from None
-
