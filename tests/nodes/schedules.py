@@ -20,10 +20,15 @@ from tests.matrix import launch
 from .cluster import Cluster, Lived
 from .job import Fate, Life, live
 
-STEPS = 16
-POINTS = ("slot.begin", "slot.mid_copy", "slot.copied", "slot.publish.before", "slot.publish.locked", "slot.publish.after")
+STEPS = 32
+POINTS = (
+    "slot.begin", "slot.mid_copy", "slot.copied", "slot.publish.before", "slot.publish.locked", "slot.publish.after",
+)  # fmt: skip
 """Of the trainer, while it takes a snapshot."""
-AGENT_POINTS = ("pin.locked", "seal.before", "seal.locked", "seal.after", "slot.begin", "slot.publish.before", "slot.publish.after")
+AGENT_POINTS = (
+    "pin.locked", "seal.before", "seal.locked", "seal.after", "peers.offered", "peers.sending", "peers.sent.before",
+    "keeper.begun", "keeper.sealed", "keeper.kept.before", "slot.publish.before", "slot.publish.after",
+)  # fmt: skip
 """Of the agent, while it sends a rank's snapshot, or keeps another one's."""
 SHAPES = {"4x1": (0, 1, 2, 3), "2x2": (0, 0, 1, 1)}
 
@@ -74,7 +79,7 @@ def _death(draw: random.Random, places: tuple[int, ...], former: Death | None) -
     if where == "point":
         point, count = draw.choice(POINTS), draw.choice((1, 1, 2))
     elif where == "agent":
-        point, count, steps = draw.choice(AGENT_POINTS), draw.randint(3, 20), 6
+        point, count, steps = draw.choice(AGENT_POINTS), draw.randint(2, 9), 6
         node = former.fate.node if former is not None else node  # it may be at the first step, too early for another
     elif where == "load" and former is not None:
         node, steps, point = former.fate.node, 0, draw.choice(("pin.locked", "arena.reserve.before"))
