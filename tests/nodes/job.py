@@ -155,6 +155,7 @@ class _Rank:
             self._arm(self.fate)
         start = ckpt.load(training.state) or 0
         self._loaded(start)
+        self._maybe_die("load", 0)  # it never came to the point
         for step in range(start + 1, life.steps + 1):
             training.step()
             done = step - start - 1

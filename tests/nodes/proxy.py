@@ -68,8 +68,9 @@ class Proxy:
                 _end(inner)
                 continue
             self._open |= {inner, outer}
+            for one in (inner, outer):
+                one.settimeout(POLL_S)
             for source, sink, counts in ((inner, outer, True), (outer, inner, False)):
-                source.settimeout(POLL_S)
                 threading.Thread(target=self._pass, args=(source, sink, counts), daemon=True).start()
 
     def _pass(self, source: socket.socket, sink: socket.socket, counts: bool) -> None:
@@ -88,15 +89,18 @@ class Proxy:
                     break
                 if not self._may(len(data), counts) and self._mode in ("close", "drop"):
                     break
-                sink.settimeout(None)
-                sink.sendall(data)
-                sink.settimeout(POLL_S)
+                self._send(sink, data)
         except OSError:
             pass
         finally:
             self._open -= {source, sink}
             _end(source)
             _end(sink)
+
+    def _send(self, sink: socket.socket, data: bytes) -> None:
+        while data and not self._closed:
+            with contextlib.suppress(TimeoutError):
+                data = data[sink.send(data) :]
 
     def _may(self, nbytes: int, counts: bool) -> bool:
         with self._lock:
