@@ -69,6 +69,9 @@ class MemoryTier:
         self._neighbours: dict[int, Arena] = {}
         self.guarded = False
         """Whether snapshots are protected against the loss of nodes. Off again where no agent is left to do it."""
+        self.lead = 0
+        """How many snapshots more than usual the trainer may be ahead of protection. With late copies one: a snapshot is
+        whole only when the next one is about to begin."""
         self._incarnation = 0
         self._adopted: Key | None = None
         self._run_id = ""
@@ -183,8 +186,9 @@ class MemoryTier:
             pause = min(pause * 2, POLL_MAX_S)
 
     def _ahead(self) -> bool:
-        """Whether the trainer has to wait for protection: with three slots, till all earlier snapshots have it, so that
-        the loss of a node costs one step; each further slot lets it be one more behind."""
+        """Whether the trainer has to wait for protection: with three slots, till all earlier snapshots have it (all but
+        one with late copies), so that the loss of a node costs one step (two); each further slot lets it be one more
+        behind."""
         if not self.guarded:
             return False
         complete = self.complete()
@@ -193,7 +197,7 @@ class MemoryTier:
             for found in self.arena.snapshots()
             if found.incarnation == self._incarnation and (complete is None or found.key > complete)
         ]
-        return len(after) > self._room.slots - SLOTS_BEHIND
+        return len(after) > self._room.slots - SLOTS_BEHIND + self.lead
 
     def drop_outgrown(self) -> None:
         """Remove arenas that were replaced, and those of former ranks, once this incarnation has a W that lies in

@@ -65,6 +65,7 @@ class Session:
         self._ranks = ranks
         self._policy = policy
         self._tier = tier
+        tier.lead = 1 if overlap else 0
         self._record = record
         adopted = adopted_of(record)
         tier.open(run_id=run.run_id, incarnation=record.number, adopted=adopted, world=ranks.world)

@@ -1,5 +1,5 @@
-"""A node's line to the hub: its standing goes there, W comes from there. On the hub's own node, and where the hub cannot
-be reached for too long, W is found here."""
+"""A node's line to the hub: its standing goes there, W comes from there. On the hub's own node, and where the hub
+cannot be reached for too long, W is found here."""
 
 from __future__ import annotations
 

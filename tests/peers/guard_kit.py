@@ -7,8 +7,9 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,9 +145,11 @@ class Rank:
     arena: Arena
     client: AgentClient = field(init=False)
     heard: list[Progress] = field(default_factory=list)
+    alive: bool = True
 
     def hear(self) -> list[Progress]:
-        self.heard += self.client.poll()
+        if self.alive:
+            self.heard += self.client.poll()
         return self.heard
 
     def stages(self) -> list[str]:
@@ -166,8 +169,10 @@ class Rank:
     def snapshot(self, step: int, nbytes: int = 3 * CHUNK) -> SnapshotInfo:
         """Put the snapshot of ``step`` into a slot, and say so."""
         slot = until(
-            lambda: self.hear() is not None
-            and self.arena.begin(self.incarnation, step, complete=self.arena.complete),
+            lambda: (
+                self.hear() is not None
+                and self.arena.begin(self.incarnation, step, complete=self.arena.complete)
+            ),
             "a free slot",
         )
         data = payload(self.incarnation, step, self.rank, nbytes)
@@ -218,9 +223,11 @@ class Job:
         places: dict[int, tuple[str, int]] | None = None,
         env: dict[int, dict[str, str]] | None = None,
         told_bytes: int | None = None,
+        mortal: Collection[int] = (),
     ) -> None:
         """``places``: addresses under which others know a node's agent, if not its own; ``env`` of its agent;
-        ``told_bytes``: what ranks say of their slots, if it is not the truth."""
+        ``told_bytes``: what ranks say of their slots, if it is not the truth;
+        ``mortal``: nodes whose trainers can :meth:`die`."""
         self.base = base
         self.linger_s = linger_s
         self.copies = copies
@@ -233,10 +240,13 @@ class Job:
         self.places = places or {}
         self.env = env or {}
         self.told_bytes = told_bytes
-        self.dead: list[TrainerProcess] = []
+        self.mortal = mortal
+        self._bodies: dict[int, subprocess.Popen[bytes]] = {}
         self.incarnation = 0
         self.run_id = run_blocking(create_run(LocalBackend(base / "run"), chunk_bytes=CHUNK)).run_id
         self.nodes = [Node(self, index) for index in range(nodes)]
+        self._all = self.nodes
+        self._former: list[Rank] = []
 
     @property
     def ranks(self) -> list[Rank]:
@@ -294,14 +304,36 @@ class Job:
     def await_complete(self, step: int, timeout_s: float = SOON_S) -> None:
         until(lambda: self.complete_is(step), f"W = {step}", timeout_s)
 
+    def reopen(self, nodes: int) -> Job:
+        """The next incarnation, on the first ``nodes`` nodes."""
+        former = self.ranks
+        for rank in former:
+            rank.client.close()
+        self.nodes = self.nodes[:nodes]
+        self.open()
+        self._former += former
+        return self
+
+    def die(self, index: int) -> None:
+        """The trainers of that node end without a word."""
+        for rank in self.nodes[index].ranks:
+            rank.client.close()
+            rank.alive = False
+            body = self._bodies[rank.rank]
+            body.kill()
+            body.wait()
+
     def end(self) -> None:
         """Agents die, whatever they do."""
+        for body in self._bodies.values():
+            body.kill()
+            body.wait()
         for rank in self.ranks:
             rank.client.close()
-        agents = [node.kill_agent() for node in self.nodes]
+        agents = [node.kill_agent() for node in self._all]
         for agent in agents:
             until(lambda agent=agent: agent is None or not agent.alive(), "the end of an agent")
-        for rank in self.ranks:
+        for rank in [*self.ranks, *self._former]:
             rank.arena.close()
 
     def _rank(self, node: Node, rank: int, world: int) -> Rank:
@@ -318,7 +350,9 @@ class Job:
         arena.take(Process.current(), run_id=self.run_id, incarnation=self.incarnation, world=world)
         made = Rank(node, rank, world, self.incarnation, arena)
         assert arena.info.path is not None
-        hello = Hello(self.run_id, rank, world, self.incarnation, None, Process.current(), arena.info.path)
+        hello = Hello(
+            self.run_id, rank, world, self.incarnation, None, self._process(node, rank), arena.info.path
+        )
         env = self.env.get(node.index, {})
         before = {name: os.environ.get(name) for name in env}
         os.environ.update(env)
@@ -331,6 +365,15 @@ class Job:
                 else:
                     os.environ[name] = value
         return made
+
+    def _process(self, node: Node, rank: int) -> Process:
+        """Whom the agent takes for the trainer."""
+        if node.index not in self.mortal:
+            return Process.current()
+        self._bodies[rank] = subprocess.Popen(["sleep", "600"])
+        found = Process.of(self._bodies[rank].pid)
+        assert found is not None
+        return found
 
     def _record(self, world: int) -> int:
         def build(number: int) -> IncarnationRecord:
