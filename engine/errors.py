@@ -17,6 +17,7 @@
     │   ├── NoCheckpoint      a run, but not the checkpoint asked for
     │   ├── UnknownFormat     written by a newer format, or with unknown features
     │   ├── Damaged           bytes that are not what was written
+    │   │   └── PeerLost      another node does not answer, or gives what it should not
     │   ├── Pruned            removed by rotation meanwhile
     │   └── CannotTell        the storage did not answer; there may or may not be a checkpoint
     ├── OwnershipError        who may write
@@ -187,6 +188,11 @@ class UnknownFormat(_OfAnObject):
 
 class Damaged(_OfAnObject):
     """Bytes that are not what was written; ``name`` says of which file or slot."""
+
+
+class PeerLost(Damaged):
+    """Another node does not answer in time, hangs up, or gives what it should not. Of a node whose memory is read it
+    is one holder less, as if its bytes were damaged: the next one serves, or the step is passed over."""
 
 
 class Pruned(RunError):

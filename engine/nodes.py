@@ -17,7 +17,6 @@ import msgspec
 
 from .discovery import Candidate, Held, Key, look_in_memory, pinned
 from .errors import EverstepError
-from .exchange.address import own_address
 from .exchange.client import CONNECTIONS, PeerSource
 from .exchange.errors import PeerLost
 from .exchange.protocol import IO_S, TOKEN_BYTES, Offer, Proof, encode_records
@@ -28,6 +27,7 @@ from .format.vote import STATE_IMAGE
 from .memory.arena import Arena
 from .memory.process import boot_id
 from .memory.slots import Pinned
+from .peers.address import own_address
 from .ranks import Ranks
 from .store.blocking import run_blocking
 from .store.flush import IMAGE_REGION, LAYOUT_REGION, META_REGION

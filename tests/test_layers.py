@@ -18,7 +18,7 @@ import pytest
 from tests.sources import PACKAGES, TOP, Arrow, arrows, layer_of, module_of, modules, sources
 
 STORE = frozenset({"errors", "format", "plan", "memory", "backends"})
-EVERYTHING = frozenset({"facade", "agent", "exchange", "state", "snapshot", "store", *STORE})
+EVERYTHING = frozenset({"facade", "agent", "peers", "exchange", "state", "snapshot", "store", *STORE})
 MAY_IMPORT = {
     "errors": frozenset[str](),
     "backends": frozenset[str](),
@@ -26,8 +26,9 @@ MAY_IMPORT = {
     "plan": frozenset({"errors", "format"}),
     "memory": frozenset({"errors", "format"}),
     "store": STORE,
-    "agent": STORE | {"store"},
-    "exchange": STORE | {"store"},
+    "peers": STORE | {"store"},
+    "agent": STORE | {"store", "peers"},
+    "exchange": STORE | {"store", "peers"},
     "state": frozenset({"errors", "format", "plan"}),
     "snapshot": frozenset({"errors", "format", "memory", "state"}),
     "facade": EVERYTHING,

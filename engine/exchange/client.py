@@ -11,10 +11,10 @@ from everstep.errors import Damaged
 from everstep.format.hashing import rank_root
 from everstep.format.layout import Layout, decode, layout_hash
 from everstep.format.vote import STATE_IMAGE, ImageRecord
+from everstep.peers.address import ADDRESS
 from everstep.store.flush import read_meta
 from everstep.store.sources import check_chunks, check_images, check_record, once
 
-from .address import ADDRESS
 from .errors import PeerLost
 from .protocol import (
     BLOB_BYTES_MAX,
@@ -98,7 +98,7 @@ class PeerSource:
         data = await self._blob(Request("records", rank))
         try:
             records = decode_records(data)
-        except Violation as error:
+        except Damaged as error:
             self._lie(f"records of rank {rank}", error, "a table of hashes")
         found, expected = rank_root(records), self._proofs[rank].root
         if found != expected:

@@ -14,7 +14,8 @@ from typing import Literal
 
 import msgspec
 from everstep.format.constants import LAYOUT_BYTES_MAX
-from everstep.format.vote import ImageRecord
+from everstep.format.records_table import decode_records as decode_records
+from everstep.format.records_table import encode_records as encode_records
 
 MAGIC = b"everstep exchange 1\n"
 TOKEN_BYTES = 32
@@ -81,19 +82,6 @@ class Offer(msgspec.Struct):
     port: int
     token: bytes
     proofs: list[Proof]
-
-
-def encode_records(records: list[ImageRecord]) -> bytes:
-    return msgspec.msgpack.encode([(one.name, one.nbytes, one.root, one.chunks) for one in records])
-
-
-def decode_records(data: bytes) -> list[ImageRecord]:
-    """Violation if it is no table of records. Their hashes are not compared here."""
-    try:
-        rows = msgspec.msgpack.decode(data, type=list[tuple[str, int, bytes, bytes]])
-    except msgspec.DecodeError as error:
-        raise Violation(f"no table of records: {error}") from None
-    return [ImageRecord(*row) for row in rows]
 
 
 def decode_request(data: bytes) -> Request:

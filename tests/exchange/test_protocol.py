@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import pytest
 from everstep.exchange import protocol
-from everstep.exchange.address import own_address
 from everstep.exchange.client import PeerSource
 from everstep.exchange.errors import PeerLost
 from everstep.exchange.protocol import MAGIC, Offer, Proof, Request, encode_records
@@ -25,6 +24,7 @@ from everstep.format.constants import HASH_BYTES
 from everstep.format.hashing import chunk_hashes, image_root, rank_root
 from everstep.format.layout import Box, EntrySpec, build_layout, encode, layout_hash
 from everstep.format.vote import STATE_IMAGE, ImageRecord
+from everstep.peers.address import own_address
 from everstep.store.blocking import run_blocking
 from everstep.store.flush import write_meta
 
