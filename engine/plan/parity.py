@@ -97,8 +97,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes ``offset`` .. ``offset + nbytes`` of the block that a node gives to ``stripe`` as data ``column``: those that
-    lie ``at`` bytes behind the begin of what was asked for."""
+    """Bytes ``offset`` .. ``offset + nbytes`` of the block that a node gives to ``stripe`` as data ``column``; they lie
+    ``at`` bytes behind the begin of what was asked for."""
 
     stripe: int
     column: int
