@@ -36,6 +36,7 @@ from .memorytier import MemoryTier, Room
 from .nodes import node_of
 from .opening import Origin, begin_incarnation
 from .places import locate
+from .plan.placement import holders, node_map
 from .planning import Copies, expected_slot_bytes
 from .policy import SHARED_MEMORY, Memory, Policy
 from .ranks import Ranks
@@ -119,7 +120,9 @@ class Checkpointer:
         self._nodes: list[str] = []
         """Of all ranks, once they have told each other."""
         self._copies = 0
-        """Second copies of each replicated tensor: what was asked for, as far as there are nodes."""
+        """How many other nodes keep each snapshot: what was asked for, as far as there are nodes."""
+        self._holders: tuple[tuple[int, ...], ...] = ()
+        """Which ones, by the number of a node in the order of their first ranks."""
         self.recovery: Recovery | None = None
         self._loaded: TrainState | None = None
         """What a load restored, until a step or save follows it."""
@@ -321,7 +324,7 @@ class Checkpointer:
         """Room for the slots, before the first step: too little is told here, by all ranks."""
         ranks, tier = self._meet()
         self._compare_nodes(ranks, tier)
-        copies = Copies.on(ranks.rank, self._nodes, self._copies)
+        copies = Copies.on(ranks.rank, self._nodes, self._holders)
 
         def reserve() -> None:
             given = self._memory.bytes if self._memory is not None else None
@@ -361,6 +364,7 @@ class Checkpointer:
                 stacklevel=2,
             )
         self._nodes, self._copies = nodes, min(wanted, others)
+        self._holders = holders(node_map(nodes), self._copies)
 
     def _writing(self, state: TrainState | Mapping[str, Any]) -> Session:
         self._check_usable()
@@ -423,8 +427,8 @@ class Checkpointer:
                 slots=self._room.slots,
                 overlap=self._memory is not None and self._memory.copy == "overlap",
                 memory=self._memory is not None,
-                copies=self._copies,
                 nodes=self._nodes,
+                holders=self._holders,
             )
 
         return ranks.together("opening the run", start, timeout_s=timeout_s)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .errors import UnsupportedValue
+from .format.constants import ALIGN_BYTES
 from .format.layout import Scope, build_layout, encode, layout_hash
 from .plan.owners import Owners, Replica
 from .snapshot.copier import Plan
@@ -26,19 +27,24 @@ class LayoutPlanner:
     """Plans one rank's layouts. Of the ranks that hold the same of an entry one stores it, balanced by bytes; an
     entry that appears late moves no other. All that hold it find the same owner, without a word.
 
-    ``copies`` and ``node_of``: see :class:`~everstep.plan.owners.Owners`.
+    ``node_of`` and ``holders``: see :class:`~everstep.plan.owners.Owners`.
     """
 
     def __init__(
-        self, rank: int, world: int, *, copies: int = 0, node_of: Sequence[str] | None = None
+        self,
+        rank: int,
+        world: int,
+        *,
+        node_of: Sequence[str] | None = None,
+        holders: Sequence[Sequence[int]] = (),
     ) -> None:
         self._rank = rank
-        self._owners = Owners(world, copies=copies, node_of=node_of)
+        self._owners = Owners(world, node_of=node_of, holders=holders)
         self._signature: list[tuple[Any, ...]] = []
         self._current: Plan | None = None
         self.owners: dict[tuple[str, str], tuple[int, ...]] = {}
-        """Of each replicated (part, key) that this rank holds: the rank that stores it, then those that are to
-        have second copies."""
+        """Of each replicated (part, key) that this rank holds: the rank that stores it, then those that keep second
+        copies, ascending."""
 
     def plan(self, flat: FlatState) -> Plan:
         """The layout for the leaves of ``flat``, entries in their order. UnsupportedValue for holders that are no
@@ -70,8 +76,10 @@ class LayoutPlanner:
         alone = (self._rank,)
         specs, copied = [], []
         for index, leaf in enumerate(leaves):
-            first, *second = self.owners.get((leaf.part, leaf.key), alone)
-            specs.append(leaf.spec(stored=first == self._rank, copied=self._rank in second))
+            first, *others = self.owners.get((leaf.part, leaf.key), alone)
+            second = tuple(others)
+            copy_of = first if self._rank in second else None
+            specs.append(leaf.spec(stored=first == self._rank, shared=second, copy_of=copy_of))
             if second:
                 copied.append(index)
         layout = build_layout(specs)
@@ -94,56 +102,60 @@ class _Sized(NamedTuple):
     nbytes: int
 
 
-class Copies(NamedTuple):
-    """How many second copies there are of each replicated tensor, and which part of a tensor that all ranks hold one
-    rank's copies amount to in the mean."""
+class Copies:
+    """How much of what other ranks store this rank keeps second copies of, in the mean."""
 
-    number: int
-    share: float
+    def __init__(self, rank: int, owners: Owners) -> None:
+        self._rank = rank
+        self._owners = owners
+        self._sources: dict[tuple[int, ...] | None, int] = {}
 
     @classmethod
-    def on(cls, rank: int, nodes: Sequence[str], number: int) -> Copies:
-        """Of ``rank``, where ``nodes`` are those of all ranks and ``number`` is below how many there are."""
-        if not number:
-            return NO_COPIES
-        here, world = nodes.count(nodes[rank]), len(nodes)
-        if number + 1 == len(set(nodes)):  # each node has a copy of all that the others store
-            return cls(number, (1 - here / world) / here)
-        return cls(number, min(1, number / world))
+    def on(cls, rank: int, nodes: Sequence[str], holders: Sequence[Sequence[int]]) -> Copies:
+        """Of ``rank``, where ``nodes`` are those of all ranks; see :class:`~everstep.plan.owners.Owners`."""
+        return cls(rank, Owners(len(nodes), node_of=nodes, holders=holders))
 
-    def among(self, holders: int) -> float:
-        """The same of a tensor that ``holders`` ranks hold, each on a node of its own."""
-        return min(self.number, holders - 1) / holders
+    def sources(self, members: tuple[int, ...] | None) -> int:
+        """Of how many of ``members`` (None: all ranks), which hold the same."""
+        found = self._sources.get(members)
+        if found is None:
+            found = self._sources[members] = self._owners.sources(self._rank, members)
+        return found
+
+    def share(self, members: tuple[int, ...] | None) -> float:
+        """Which part of a tensor that ``members`` hold this rank's copies amount to."""
+        return self.sources(members) / (self._owners.world if members is None else len(members))
 
 
-NO_COPIES = Copies(0, 0.0)
+NO_COPIES = Copies(0, Owners(1))
 
 
 def expected_slot_bytes(state: TrainState, world: int, copies: Copies = NO_COPIES) -> int:
     """Room for one snapshot of this rank, said before the first step: what is there now and what optimizers will
     add; of replicated tensors this rank's share, and one whole of the largest, for shares are not equal. The same
-    for second copies of them."""
+    for second copies of them, by the ranks that store them."""
     flat = state.flatten()
     shared = any(leaf.scope is Scope.GLOBAL and type(leaf) is Leaf for leaf in flat.leaves)
-    sizes, largest = [], 0
+    sizes, largest, sources = [], 0, 0
     for leaf in flat.leaves:
         count, second = 1, 0.0
-        if isinstance(leaf, ShardedLeaf):
-            count = len(leaf.holders or (0,))
-            second = copies.among(count)
-        elif leaf.scope is Scope.GLOBAL:
-            count, second = world, copies.share
-        sizes.append(_Sized(math.ceil(leaf.nbytes * (1 / count + second))))
+        if isinstance(leaf, ShardedLeaf) or leaf.scope is Scope.GLOBAL:
+            count = len(leaf.holders or (0,)) if isinstance(leaf, ShardedLeaf) else world
         if count > 1:
-            largest = max(largest, leaf.nbytes * (2 if second else 1))
+            second = copies.share(leaf.holders)
+            sources = max(sources, copies.sources(leaf.holders))
+            largest = max(largest, leaf.nbytes * (1 + copies.sources(leaf.holders)))
+        sizes.append(_Sized(math.ceil(leaf.nbytes * (1 / count + second))))
 
     def share(parameter: torch.Tensor) -> float:
         """Bytes of what this rank will store of a tensor of the optimizer's that is like ``parameter``."""
         held = held_by(parameter)
         if held is None:
-            return parameter.nbytes * ((1 / world + copies.share) if shared else 1)
+            return parameter.nbytes * ((1 / world + copies.share(None)) if shared else 1)
         count = len(held.holders or (0,))
-        return sum(piece.nbytes for piece in held.pieces) * (1 / count + copies.among(count))
+        second = copies.share(held.holders) if count > 1 else 0.0
+        return sum(piece.nbytes for piece in held.pieces) * (1 / count + second)
 
     expected = estimate(sizes, state.optimizers(), state_bytes=len(flat.state), share=share)
-    return expected.nbytes + largest
+    headers = 2 * ALIGN_BYTES * sources * len({leaf.part for leaf in flat.leaves})
+    return expected.nbytes + largest + headers

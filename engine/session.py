@@ -54,10 +54,10 @@ class Session:
         slots: int,
         overlap: bool,
         memory: bool,
-        copies: int,
         nodes: Sequence[str],
+        holders: Sequence[Sequence[int]],
     ) -> None:
-        """``copies`` of each replicated tensor, besides the one that is stored; ``nodes`` of all ranks."""
+        """``nodes`` of all ranks, and by node those that keep its snapshots (:class:`~.plan.owners.Owners`)."""
         self._memory = memory
         self._ranks = ranks
         self._policy = policy
@@ -71,8 +71,9 @@ class Session:
         start = adopted[1] if adopted else -1
         self._decisions = Decisions(ranks, policy, start=start, unfinished_max=self._unfinished_max)
         self._snapshots = Snapshots(
-            tier, ranks, overlap=overlap, settled=self._send_pending, copies=copies, nodes=nodes
+            tier, ranks, overlap=overlap, settled=self._send_pending, nodes=nodes, holders=holders
         )
+        copies = max([len(some) for some in holders], default=0)
         self._auditor = Auditor(ranks.rank, ranks.world, policy, copies)
         self._pending: Taken | None = None
         self._pins: dict[int, Pinned] = {}

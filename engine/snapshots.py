@@ -47,14 +47,14 @@ class Snapshots:
         *,
         overlap: bool,
         settled: Callable[[], None],
-        copies: int,
         nodes: Sequence[str],
+        holders: Sequence[Sequence[int]],
     ) -> None:
-        """``settled`` is called when a late copy has ended, well or not. ``copies`` and ``nodes`` (of all ranks): see
+        """``settled`` is called when a late copy has ended, well or not. ``nodes`` (of all ranks) and ``holders``: see
         :class:`~.plan.owners.Owners`."""
         self._tier = tier
         self._copier = Copier()
-        self._planner = LayoutPlanner(ranks.rank, ranks.world, copies=copies, node_of=nodes)
+        self._planner = LayoutPlanner(ranks.rank, ranks.world, node_of=nodes, holders=holders)
         self._settled = settled
         self._hooks = Hooks(self._before_optimizer) if overlap else None
         self._copying: tuple[Taken, WriteSlot, LateCopy, str] | None = None

@@ -47,8 +47,8 @@ class EntrySpec:
     """One tensor of a rank's state before it has a place: what :func:`build_layout` takes.
 
     ``shape`` is the global shape. ``boxes`` are what this rank holds (one full box for a plain tensor).
-    ``stored`` is False when another rank stores this (GLOBAL) entry; ``copied`` is True where this rank then keeps a
-    second copy of it.
+    ``stored`` is False when another rank stores this (GLOBAL) entry. ``shared`` are the ranks that keep second copies
+    of it, ascending; ``copy_of`` is the rank that stores it, on each of these.
     """
 
     part: str
@@ -58,7 +58,8 @@ class EntrySpec:
     boxes: tuple[Box, ...]
     scope: Scope = Scope.RANK
     stored: bool = True
-    copied: bool = False
+    shared: tuple[int, ...] = ()
+    copy_of: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,8 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class ImageSpec:
-    """One image of a rank: ``name`` is unique in the rank (the part, as a rule), ``header`` the safetensors
+    """One image of a rank: ``name`` is unique in the rank (the part, and the ranks that keep second copies of all its
+    tensors where there are any: :func:`~.names.shared_with`), ``header`` the safetensors
     header as stored (8-byte length included, padded to 4 KiB), ``nbytes`` header and data together."""
 
     name: str
@@ -105,9 +107,9 @@ class Place(NamedTuple):
 class Layout:
     """Entries in the order of the state tree (the order that state images refer to by index), and images.
 
-    ``copies`` are images of another kind: they hold second copies of entries that other ranks store (``image`` is
-    None in those), lie in slots only, and count for nothing that is durable. ``copied`` says what lies in them, by
-    entry; ``image`` is an index into ``copies`` there.
+    ``copies`` are images of another kind: each is the second copy of one shared image of another rank, the same bytes
+    (:func:`~.names.copied_from` says whose). They lie in slots only, and count for nothing that is durable; ``image``
+    is None in their entries. ``copied`` says what lies in them, by entry; ``image`` is an index into ``copies`` there.
     """
 
     entries: tuple[Entry, ...]

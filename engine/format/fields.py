@@ -13,7 +13,7 @@ import msgspec
 
 from ..errors import Damaged, UnknownFormat
 from .columns import BadColumn, pack, unpack
-from .constants import AXES_MAX, FORMAT_VERSION, LAYOUT_BYTES_MAX
+from .constants import AXES_MAX, FORMAT_VERSION, LAYOUT_BYTES_MAX, READABLE_VERSIONS
 from .sealed import UPGRADE_HINT
 
 WHOLE = 0
@@ -108,8 +108,8 @@ _version_decoder = msgspec.msgpack.Decoder(_Version)
 _UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 
-def encode_fields(fields: Fields) -> bytes:
-    """The canonical bytes of a layout with these fields."""
+def encode_fields(fields: Fields, version: int = FORMAT_VERSION) -> bytes:
+    """The canonical bytes of a layout with these fields, in a version from 2 on."""
     offsets: list[int] = []
     lengths: list[int] = []
     boxes: list[int] = []
@@ -121,7 +121,7 @@ def encode_fields(fields: Fields) -> bytes:
             offsets += flat[at : at + axes]
             lengths += flat[at + axes : at + 2 * axes]
     own = Own(
-        v=FORMAT_VERSION,
+        v=version,
         schema=_encoder.encode(schema_of(fields)),
         images=fields.images,
         image_part=fields.image_part,
@@ -156,7 +156,7 @@ def encode_own(own: Own) -> bytes:
 
 
 def read_own(data: bytes, name: str) -> Own | None:
-    """The stored form of a layout of this format version; None for one of a former version.
+    """The stored form of a layout of version 2 or later; None for one of version 1, which has another.
 
     Raises :class:`Damaged`, or :class:`UnknownFormat` for a version unknown here; both name ``name``.
     """
@@ -172,10 +172,10 @@ def read_own(data: bytes, name: str) -> Own | None:
             version = _version_decoder.decode(data).v
         except _UNREADABLE:
             version = FORMAT_VERSION
-        if version == FORMAT_VERSION:
+        if version in READABLE_VERSIONS[1:]:
             raise _unreadable(problem, name) from None
         own = None
-    if version == FORMAT_VERSION:
+    if own is not None and version in READABLE_VERSIONS[1:]:
         return own
     if version == 1:
         return None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ..errors import Damaged, UnknownFormat
 from . import names
-from .constants import FORMAT_VERSION, HASH_BYTES
+from .constants import FORMAT_VERSION, HASH_BYTES, READABLE_VERSIONS
 from .hashing import digest
 from .sealed import UPGRADE_HINT
 from .typed import decoding, encoding, need
@@ -20,6 +20,9 @@ from .vote import HEADER_BYTES, VoteHeader, decode_header
 _MAGIC = b"EVSTGATH"
 _HEAD = struct.Struct("<8sII")
 """magic, version, number of headers. The headers follow, then the hash of all before it."""
+
+_FIRST_VERSION = 2
+"""Format version that brought gathers."""
 
 RANKS_MAX = 1 << 20
 """Most votes in one gather."""
@@ -31,7 +34,7 @@ def gather_bytes_max() -> int:
 
 
 def encode_gather(headers: Sequence[bytes]) -> bytes:
-    """The gather of these votes of this format version (or of their first ``HEADER_BYTES``), by rank; at least
+    """The gather of these votes (of version 2 or later; or of their first ``HEADER_BYTES``), by rank; at least
     one. Raises UnsupportedValue where they are not of one attempt, or out of order."""
     cut = [header[:HEADER_BYTES] for header in headers]
     found = [decode_header(header, f"header {at}") for at, header in enumerate(cut)]
@@ -54,12 +57,12 @@ def decode_gather(data: bytes, name: str) -> list[VoteHeader]:
             "the gather's hash is wrong", name=name, found=digest(body).hex(), expected=written.hex()
         )
     _, version, count = _HEAD.unpack_from(body)
-    if version != FORMAT_VERSION:
+    if version not in READABLE_VERSIONS or version < _FIRST_VERSION:
         raise UnknownFormat(
             "the gather has another format version",
             name=name,
             found=version,
-            expected=FORMAT_VERSION,
+            expected=f"{_FIRST_VERSION} to {FORMAT_VERSION}",
             hint=UPGRADE_HINT,
         )
 

@@ -10,7 +10,7 @@ entries, places from the order that writers keep.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -24,6 +24,7 @@ from .dtypes import DTYPES, Dtype, header_type
 from .entries import Box, Entry, EntrySpec, ImageSpec, Layout, Place, Scope
 from .fields import Fields, encode_fields, read_fields
 from .hashing import digest, hexdigest
+from .names import copied_from, copy_name, shared_image, shared_with
 from .vote import STATE_IMAGE
 from .zstd import inflate
 
@@ -48,6 +49,11 @@ __all__ = [
 _MAGIC = b"EVSTLAYT"
 _ENVELOPE_BYTES = len(_MAGIC) + 8 + HASH_BYTES
 _LEVEL = 3
+SHARED_SINCE = 3
+"""Format version that brought shared images."""
+
+_ImageKey = tuple["int | None", str, "tuple[int, ...]"]
+"""The rank whose image it is a copy of (None: stored), its part, the ranks that share it."""
 
 
 class _Invalid(Exception):
@@ -79,54 +85,71 @@ class _Row:
 
 def build_layout(specs: Sequence[EntrySpec]) -> Layout:
     """Give every stored entry its place: one image per part, tensors by item size (largest first), then in
-    the order given, so that each is naturally aligned and there are no holes. Second copies likewise, in images of
-    their own.
+    the order given, so that each is naturally aligned and there are no holes. Those of which the same ranks keep second
+    copies lie in a shared image of their own, by item size and key, so that these ranks give their copies the very same
+    places, whatever else they hold.
 
     Raises :class:`UnsupportedValue` (its ``path`` is part/key) for unknown dtypes, boxes outside the shape, a
     key twice in a part, text that is not Unicode.
     """
     try:
-        image_of = {part: i for i, part in enumerate(dict.fromkeys(s.part for s in specs if _here(s)))}
-        copy_of: dict[str, int] = {}
+        image_of: dict[_ImageKey, int] = {}
+        copy_of: dict[_ImageKey, int] = {}
         rows: list[_Row] = []
         for spec in specs:
             row = _checked(spec.part, spec.key, spec.dtype, spec.shape, spec.boxes, spec.scope)
-            if _here(spec):
-                row.image = image_of[spec.part]
-            elif spec.copied and spec.boxes:
-                row.image = len(image_of) + copy_of.setdefault(spec.part, len(copy_of))
+            if not spec.boxes:
+                pass
+            elif spec.stored:
+                row.image = image_of.setdefault((None, spec.part, spec.shared), len(image_of))
+            elif spec.copy_of is not None:
+                # Numbered on behind the images, once it is known how many there are.
+                row.image = ~copy_of.setdefault((spec.copy_of, spec.part, spec.shared), len(copy_of))
             rows.append(row)
-        _place(rows, len(image_of) + len(copy_of))
-        names = _image_names(image_of) + _image_names(copy_of)
-        return _assemble(rows, names, [*image_of, *copy_of], len(copy_of))
+        for row in rows:
+            if row.image is not None and row.image < 0:
+                row.image = len(image_of) + ~row.image
+        names = _image_names(image_of) + _copy_names(copy_of)
+        _place(rows, _shared(names, FORMAT_VERSION))
+        parts = [part for _, part, _ in (*image_of, *copy_of)]
+        return _assemble(rows, names, parts, len(copy_of), FORMAT_VERSION)
     except _Invalid as problem:
         raise UnsupportedValue("this entry cannot be stored", found=str(problem), path=problem.path) from None
 
 
-def _here(spec: EntrySpec) -> bool:
-    return spec.stored and bool(spec.boxes)
+def _shared(names: Sequence[str], version: int) -> list[bool]:
+    """Which of these images have the order of shared ones; a copy's name ends like its image's."""
+    return [version >= SHARED_SINCE and bool(shared_with(name)) for name in names]
 
 
-def _place(rows: list[_Row], images_count: int) -> None:
+def _place(rows: list[_Row], shared: Sequence[bool]) -> None:
     """Set ``begin`` of all stored rows to the usual place."""
     places = usual_places(
         [row.dtype.bits for row in rows],
         [row.image for row in rows],
         [row.nbytes for row in rows],
-        images_count,
+        [row.key for row in rows],
+        shared,
     )
     for row, begin in zip(rows, places, strict=True):
         row.begin = begin
 
 
 def usual_places(
-    bits: Sequence[int], image: Sequence[int | None], nbytes: Sequence[int], images_count: int
+    bits: Sequence[int],
+    image: Sequence[int | None],
+    nbytes: Sequence[int],
+    keys: Sequence[str],
+    shared: Sequence[bool],
 ) -> list[int]:
     """Where each entry's first byte lies behind its image's header (0 where it is not stored), as writers
-    place them: by the size of an element, largest first, then in order, without holes."""
-    ends = [0] * images_count
+    place them: by the size of an element, largest first, then in order, without holes. ``shared``, by image: whether
+    the order is that of the keys instead."""
+    ends = [0] * len(shared)
     places = [0] * len(bits)
     stored = [index for index, one in enumerate(image) if one is not None]
+    if any(shared):
+        stored.sort(key=lambda index: keys[index] if shared[image[index] or 0] else "")
     for index in sorted(stored, key=lambda index: -bits[index]):
         of = image[index]
         assert of is not None
@@ -135,17 +158,22 @@ def usual_places(
     return places
 
 
-def _image_names(parts: Iterable[str]) -> list[str]:
-    """An image is named by its part; a part that is called like the state image gets ``@`` appended."""
-    taken = {STATE_IMAGE, *parts}
+def _image_names(images: Collection[_ImageKey]) -> list[str]:
+    """An image is named by its part, and the ranks that share it; a part that is called like the state image or a
+    shared one gets ``@`` appended."""
+    taken = {STATE_IMAGE, *(part for _, part, _ in images)}
     names = []
-    for part in parts:
-        name = part
-        if part == STATE_IMAGE:
+    for _, part, ranks in images:
+        name = shared_image(part, ranks) if ranks else part
+        if not ranks and (part == STATE_IMAGE or shared_with(part)):
             while name in taken:
                 name += "@"
         names.append(name)
     return names
+
+
+def _copy_names(images: Iterable[_ImageKey]) -> list[str]:
+    return [copy_name(rank or 0, shared_image(part, ranks)) for rank, part, ranks in images]
 
 
 def _checked(
@@ -205,26 +233,34 @@ def _check_texts(rows: list[_Row]) -> None:
 # -------------------------------------------------------------------------------------------- assembling
 
 
-def _assemble(rows: list[_Row], names: list[str], parts: list[str], copies: int) -> Layout:
+def _assemble(rows: list[_Row], names: list[str], parts: list[str], copies: int, version: int) -> Layout:
     """Headers, absolute offsets and the finished layout; checks what concerns entries together. The last ``copies``
     images have second copies."""
     stored = len(names) - copies
+    if version >= SHARED_SINCE:
+        _check_shared(names, parts, stored)
     for some in (names[:stored], names[stored:]):
         if len(set(some)) != len(some) or STATE_IMAGE in some:
             raise _Invalid("images", f"names {some} are not proper")
     members: list[list[int]] = [[] for _ in names]
     seen: set[tuple[str, str]] = set()
+    shared = _shared(names, version)
     for index, row in enumerate(rows):
         if row.image is not None:
             if row.part != parts[row.image]:
                 raise _Invalid(f"{row.part}/{row.key}", "stored in the image of another part")
             members[row.image].append(index)
-        if row.scope is not Scope.GLOBAL and (row.image is None or row.image >= stored):
-            raise _Invalid(f"{row.part}/{row.key}", "an entry of one rank alone must be stored by it")
+        if row.scope is not Scope.GLOBAL and (row.image is None or row.image >= stored or shared[row.image]):
+            raise _Invalid(
+                f"{row.part}/{row.key}", "an entry of one rank alone must be stored by it, unshared"
+            )
         seen.add((row.part, row.key))
     if len(seen) != len(rows):
         _raise_twice(rows)
     _check_texts(rows)
+    for i, indices in enumerate(members):
+        if shared[i]:
+            indices.sort(key=lambda index: rows[index].key)
     specs = [_image_spec(rows, members[i], names[i], parts[i]) for i in range(len(names))]
     entries, copied = [], []
     for index, row in enumerate(rows):
@@ -237,6 +273,20 @@ def _assemble(rows: list[_Row], names: list[str], parts: list[str], copies: int)
             Entry(row.part, row.key, row.dtype.name, row.shape, row.boxes, row.scope, *place, row.nbytes)
         )
     return Layout(tuple(entries), tuple(specs[:stored]), tuple(specs[stored:]), tuple(copied))
+
+
+def _check_shared(names: list[str], parts: list[str], stored: int) -> None:
+    """A name that says that ranks share the image is the one that its part gives; copies are of such images."""
+    for number, (name, part) in enumerate(zip(names, parts, strict=True)):
+        image = name
+        if number >= stored:
+            found = copied_from(name)
+            if found is None:
+                raise _Invalid("images", f"{name!r} is no second copy of a shared image")
+            image = found[1]
+        ranks = shared_with(image)
+        if ranks and image != shared_image(part, ranks):
+            raise _Invalid("images", f"{name!r} is no shared image of part {part!r}")
 
 
 def _raise_twice(rows: list[_Row]) -> None:
@@ -279,6 +329,10 @@ def _image_spec(rows: list[_Row], members: list[int], name: str, part: str) -> I
 
 def encode(layout: Layout) -> bytes:
     """The canonical bytes of ``layout``: equal layouts give equal bytes, whoever encodes them."""
+    return _encode(layout, FORMAT_VERSION)
+
+
+def _encode(layout: Layout, version: int) -> bytes:
     images = (*layout.images, *layout.copies)
     entries = layout.entries
     lies: list[int | None] = [None] * len(entries)
@@ -286,7 +340,7 @@ def encode(layout: Layout) -> bytes:
     for index, image, offset in layout.places():
         lies[index] = image
         begins[index] = offset - len(images[image].header)
-    usual = begins == _usual(entries, lies, len(images))
+    usual = begins == _usual(entries, lies, _shared([image.name for image in images], version))
     parts: dict[str, int] = {}
     dtypes: dict[str, int] = {}
     return encode_fields(
@@ -305,7 +359,8 @@ def encode(layout: Layout) -> bytes:
             image=[0 if image is None else 1 + image for image in lies],
             begin=None if usual else begins,
             copies=len(layout.copies),
-        )
+        ),
+        version,
     )
 
 
@@ -314,13 +369,14 @@ def _data_bytes(layout: Layout) -> list[int]:
     return [image.nbytes - len(image.header) for image in (*layout.images, *layout.copies)]
 
 
-def _usual(entries: Sequence[Entry], lies: Sequence[int | None], images_count: int) -> list[int]:
+def _usual(entries: Sequence[Entry], lies: Sequence[int | None], shared: Sequence[bool]) -> list[int]:
     """Where the entries would begin if they were placed as writers do."""
     return usual_places(
         [DTYPES[entry.dtype].bits for entry in entries],
         lies,
         [entry.nbytes for entry in entries],
-        images_count,
+        [entry.key for entry in entries],
+        shared,
     )
 
 
@@ -333,9 +389,9 @@ def _flat_boxes(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> tuple[int, ..
 def decode(data: bytes, name: str = "layout") -> Layout:
     """The layout whose canonical bytes are ``data``, of this format version or a former one.
 
-    Every rule is checked, sizes first; bytes of this version that :func:`encode` would not have written are
-    refused. Raises :class:`Damaged`, or :class:`UnknownFormat` for another version or a dtype unknown here;
-    both name ``name``. That the bytes are the ones asked for is the caller's check (:func:`layout_hash`, or
+    Every rule is checked, sizes first; bytes that are not canonical in their version are refused (but for version
+    1). Raises :class:`Damaged`, or :class:`UnknownFormat` for another version or a dtype unknown here; both name
+    ``name``. That the bytes are the ones asked for is the caller's check (:func:`layout_hash`, or
     :func:`open_layout`).
     """
     version, fields = read_fields(data, name)
@@ -343,20 +399,21 @@ def decode(data: bytes, name: str = "layout") -> Layout:
     if unknown:
         raise UnknownFormat("the layout has dtypes that this release does not know", name=name, found=unknown)
     try:
-        rows = _rows(fields, scopes=len(Scope) if version > 1 else Scope.FIRST.value)
-        layout = _assemble(rows, fields.images, fields.image_part, fields.copies)
+        rows = _rows(fields, version)
+        layout = _assemble(rows, fields.images, fields.image_part, fields.copies, version)
         if _data_bytes(layout) != fields.image_bytes:
             raise _Invalid("images", "sizes are not those of the entries")
-        if version == FORMAT_VERSION and encode(layout) != data:
+        if version > 1 and _encode(layout, version) != data:
             raise _Invalid("layout", "bytes are not canonical")
     except _Invalid as problem:
         raise Damaged("the layout breaks a rule", name=name, found=str(problem)) from None
     return layout
 
 
-def _rows(fields: Fields, scopes: int) -> list[_Row]:
-    """The fields as checked rows; ``scopes`` are known."""
+def _rows(fields: Fields, version: int) -> list[_Row]:
+    """The fields as checked rows."""
     count = len(fields.key)
+    scopes = len(Scope) if version > 1 else Scope.FIRST.value
     for field in ("part", "dtype", "scope", "shape", "boxes", "image", "begin"):
         values = getattr(fields, field)
         if values is not None and len(values) != count:
@@ -390,7 +447,7 @@ def _rows(fields: Fields, scopes: int) -> list[_Row]:
         row.image = image - 1 if image else None
         rows.append(row)
     if fields.begin is None:
-        _place(rows, len(fields.images))
+        _place(rows, _shared(fields.images, version))
     else:
         for row, begin in zip(rows, fields.begin, strict=True):
             if row.image is None and begin:

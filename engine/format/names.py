@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .constants import NUMBER_MAX
@@ -33,6 +34,12 @@ _EMPTY = "%_"
 _SHORTENED = "%~"
 _ESCAPED = re.compile(r"(?:[A-Za-z0-9_-]|%[0-9A-F]{2})+")
 _ESCAPE = re.compile(r"%([0-9A-F]{2})")
+
+COPY_PREFIX = "copy:"
+"""Of regions with second copies of what other ranks store: no part of what a seal proves, nor of what is flushed."""
+_SHARED = re.compile(r".*\+([0-9.]+)", re.DOTALL)
+_SHARED_CHARS_MAX = 4096
+"""Longest list of ranks in the name of a shared image: hundreds of copies."""
 
 
 class Kind(enum.Enum):
@@ -67,6 +74,39 @@ class Parsed:
     text: str | None = None
     image: str | None = None
     writer: str | None = None
+
+
+def shared_image(part: str, ranks: Sequence[int]) -> str:
+    """Name of the image with those tensors of ``part`` of which ``ranks`` (ascending) keep second copies."""
+    return f"{part}+{'.'.join(map(_number, ranks))}"
+
+
+def shared_with(image_name: str) -> tuple[int, ...]:
+    """The ranks that keep second copies of all of an image's tensors; empty if the name does not say so."""
+    found = _SHARED.fullmatch(image_name)
+    if found is None or len(found[1]) > _SHARED_CHARS_MAX:
+        return ()
+    ranks = [_parse_number(text, 1) for text in found[1].split(".")]
+    proper = [rank for rank in ranks if rank is not None]
+    return tuple(proper) if len(proper) == len(ranks) and proper == sorted(set(proper)) else ()
+
+
+def copy_name(rank: int, image_name: str) -> str:
+    """How a layout names the second copies of all tensors of ``rank``'s image of that name."""
+    return f"{_number(rank)}/{image_name}"
+
+
+def copied_from(name: str) -> tuple[int, str] | None:
+    """The rank and the name of its image, of a :func:`copy_name`; None for anything else."""
+    rank, _, image_name = name.partition("/")
+    number = _parse_number(rank, 1)
+    partners = shared_with(image_name)
+    return (number, image_name) if number is not None and partners and number not in partners else None
+
+
+def copy_region(rank: int, image_name: str) -> str:
+    """The region of a slot with the second copy of that image of ``rank``: the same bytes."""
+    return COPY_PREFIX + copy_name(rank, image_name)
 
 
 def escape(text: str) -> str:

@@ -15,11 +15,13 @@ from .constants import (
     READABLE_VERSIONS,
     SUPPORTED_FEATURES,
 )
-from .sealed import UPGRADE_HINT, seal, unseal, unseal_versioned
+from .sealed import UPGRADE_HINT, seal, unseal_versioned
 from .typed import build, decoding, encoding, fields, need, need_number
 
 _RUN = "run"
 _INCARNATION = "incarnation"
+_REASON_SINCE = 3
+"""Format version that brought :attr:`IncarnationRecord.reason`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,8 @@ class IncarnationRecord:
     """incarnations/NNNN.json: one opening of a run for writing.
 
     ``parent`` is None for the first, and for a fresh start (``fresh`` says why). ``adopted_step`` is the step
-    of ``adopted_incarnation`` that was really loaded. ``config_changes`` maps a key to [before, now].
+    of ``adopted_incarnation`` that was really loaded. ``config_changes`` maps a key to [before, now]. ``reason``:
+    why a running job began it (it went back to an earlier step, say); None for an ordinary start.
     """
 
     number: int
@@ -69,6 +72,7 @@ class IncarnationRecord:
     loosened: tuple[str, ...]
     writer: Writer
     created: str
+    reason: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -124,9 +128,12 @@ def encode_incarnation(record: IncarnationRecord) -> bytes:
 
 def decode_incarnation(data: bytes, name: str) -> IncarnationRecord:
     """The record in ``data``; its number must be the one in ``name``. Raises Damaged or UnknownFormat."""
-    body = unseal(data, _INCARNATION, name)
+    _, version, body = unseal_versioned(data, name, (_INCARNATION,))
 
     def make() -> IncarnationRecord:
+        if version < _REASON_SINCE:
+            need("reason" not in body, "the field reason is of a later version")
+            body["reason"] = None
         record = build(IncarnationRecord, body, {"writer": Writer})
         _check_incarnation(record)
         parsed = names.parse(name)

@@ -94,7 +94,7 @@ class TableReader:
     def read(self, encoded: bytes, name: str) -> Table:
         """The layout whose canonical bytes are ``encoded``. Raises Damaged or UnknownFormat, naming ``name``."""
         own = read_own(encoded, name)
-        if own is None:  # of a former version: such runs are small enough to take the long way
+        if own is None:  # of version 1: such runs are small enough to take the long way
             own = read_own(layouts.encode(layouts.decode(encoded, name)), name)
             assert own is not None
         schema = self._schemas.get(own.schema)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import xxhash
 from everstep.errors import CapacityError, Damaged, MemoryTooSmall
 from everstep.format.constants import HASH_BYTES
+from everstep.format.names import COPY_PREFIX as COPY_PREFIX
 from everstep.format.vote import STATE_IMAGE, ImageRecord
 
 from .errors import ArenaGone, TooManyPins
@@ -61,8 +62,6 @@ _SEAL_OFFSET = 3072
 _SEALED_OFFSET = SLOT_PAGE_BYTES + TABLE_BYTES
 
 IMAGE_PREFIX = "image:"
-COPY_PREFIX = "copy:"
-"""Of regions with second copies of what other ranks store: no part of what a seal proves, nor of what is flushed."""
 STATE_REGION = "state"
 
 

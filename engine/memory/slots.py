@@ -154,6 +154,15 @@ class Pinned:
         self._release = weakref.finalize(self, control.drop_pin, *pin)
         self._release.atexit = False
 
+    @property
+    def rank(self) -> int:
+        """Whose snapshot it is."""
+        return self._control.fixed.rank
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self._control.fixed.chunk_bytes
+
     def view(self, name: str) -> memoryview:
         """The region's bytes, read-only; it starts at a multiple of 4 KiB. KeyError."""
         region = self._places[name]

@@ -22,14 +22,13 @@ class Replica(NamedTuple):
 
 @dataclass(slots=True)
 class _Group:
-    """The replicas with one set of holders, and what its members own of them, in bytes."""
+    """The replicas with one set of holders, and what its members store of them, in bytes."""
 
     members: tuple[int, ...]
     bits: int
     """The members as bits of a number: comparing sets of thousands of ranks is then one operation."""
     replicas: list[Replica] = field(default_factory=list)
     stored: dict[int, int] = field(default_factory=dict)
-    copied: dict[int, int] = field(default_factory=dict)
 
 
 class Owners:
@@ -40,45 +39,99 @@ class Owners:
     others hold besides: an entry's owners depend on nothing but entries that all its holders see, which are those
     with the same holders and with supersets of them.
 
-    ``copies``: further owners of each entry, on other nodes than the first and each other, as far as there are
-    any; ``node_of`` names each rank's node (default: each rank is one). Not thread-safe; used by the thread that
-    plans.
+    ``node_of`` names each rank's node (default: each rank is one); nodes are numbered in the order of their first
+    ranks. ``holders`` gives by that number the nodes that keep a node's snapshots
+    (:func:`~everstep.plan.placement.holders`); numbers beyond the ranks' nodes are nodes without ranks. Who has second
+    copies follows from it (:meth:`second`). Not thread-safe; used by the thread that plans.
     """
 
-    def __init__(self, world: int, *, copies: int = 0, node_of: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, world: int, *, node_of: Sequence[str] | None = None, holders: Sequence[Sequence[int]] = ()
+    ) -> None:
         if world < 1:
             raise ValueError(f"a world of {world} ranks")
-        if copies < 0:
-            raise ValueError(f"{copies} copies")
         if node_of is not None and len(node_of) != world:
             raise ValueError(f"nodes of {len(node_of)} ranks in a world of {world}")
         self.world = world
-        self._copies = copies
-        self._node_of: Sequence[str | int] = range(world) if node_of is None else node_of
+        numbers: dict[str | int, int] = {}
+        names: Sequence[str | int] = range(world) if node_of is None else node_of
+        self._node_of = [numbers.setdefault(name, len(numbers)) for name in names]
+        self._nodes = len(numbers)
+        self._holders = _checked(holders, self._nodes)
         self._all = tuple(range(world))
-        self._owners: dict[Key, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        """By key: its holders and its owners."""
+        self._owners: dict[Key, tuple[tuple[int, ...], int]] = {}
+        """By key: its holders, and which of them stores it."""
+        self._on_nodes: dict[tuple[int, ...], dict[int, list[int]]] = {}
+        """Of the groups met in the last call: their members by node."""
+
+    @property
+    def copies(self) -> int:
+        """The most second copies that any entry may have."""
+        return max([len(nodes) for nodes in self._holders], default=0)
 
     def assign(self, replicas: Sequence[Replica]) -> dict[Key, tuple[int, ...]]:
-        """Owners of every entry given: first the rank that stores it, then those with second copies.
+        """Owners of every entry given: first the rank that stores it, then those with second copies, ascending.
 
         Known keys of unchanged holders keep their owners, whatever their size is now. New ones go, largest first,
         to the holder with the fewest bytes of those that all holders know of. Keys that are not given any more
         are forgotten. ValueError for holders that are no ranks of this world.
         """
-        owners: dict[Key, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        owners: dict[Key, tuple[tuple[int, ...], int]] = {}
+        found: dict[Key, tuple[int, ...]] = {}
         done: list[_Group] = []
+        self._on_nodes.clear()
         for group in self._grouped(replicas):
             above = [other for other in done if other.bits & group.bits == group.bits]
-            for replica, found in self._assign(group, above):
-                owners[replica.part, replica.key] = group.members, found
+            second: dict[int, tuple[int, ...]] = {}
+            for replica, first in self._assign(group, above):
+                if first not in second:
+                    second[first] = self.second(first, group.members)
+                owners[replica.part, replica.key] = group.members, first
+                found[replica.part, replica.key] = (first, *second[first])
             done.append(group)
         self._owners = owners
-        return {key: found for key, (_, found) in owners.items()}
+        return found
 
     def forget(self) -> None:
         """Give all keys an owner anew at the next call."""
         self._owners = {}
+
+    def second(self, first: int, members: Sequence[int] | None) -> tuple[int, ...]:
+        """The ranks that keep second copies of what ``first`` stores of the entries that ``members`` (None: all ranks)
+        hold, ascending: one on each node that keeps the snapshots of its node, as far as ranks run there. None at all
+        where one of these nodes has no member, or none has ranks: the bytes themselves are then to be kept there.
+
+        On each node it is the member at the owner's place among the members on its own node, counted around: ranks
+        with equally many neighbours keep the copies of one each.
+        """
+        home = self._node_of[first]
+        wanted = [node for node in self._holders[home] if node < self._nodes] if self._holders else []
+        if not wanted:
+            return ()
+        on_nodes = self._by_node(self._all if members is None else tuple(members))
+        place = on_nodes[home].index(first)
+        there = [on_nodes.get(node) for node in wanted]
+        if None in there:
+            return ()
+        return tuple(sorted(some[place % len(some)] for some in there if some))
+
+    def sources(self, rank: int, members: Sequence[int] | None) -> int:
+        """How many of ``members`` there are of whose stored entries ``rank`` keeps second copies."""
+        if not self._holders:
+            return 0
+        home = self._node_of[rank]
+        some = self._all if members is None else members
+        others = [other for other in some if home in self._holders[self._node_of[other]]]
+        return sum(1 for other in others if rank in self.second(other, members))
+
+    def _by_node(self, members: tuple[int, ...]) -> dict[int, list[int]]:
+        found = self._on_nodes.get(members)
+        if found is None:
+            found = {}
+            for rank in members:
+                found.setdefault(self._node_of[rank], []).append(rank)
+            self._on_nodes[members] = found
+        return found
 
     def _grouped(self, replicas: Sequence[Replica]) -> list[_Group]:
         """By holders; supersets come before their subsets."""
@@ -99,11 +152,11 @@ class Owners:
             )
         return _Group(members, sum([1 << rank for rank in members]))
 
-    def _assign(self, group: _Group, above: Sequence[_Group]) -> list[tuple[Replica, tuple[int, ...]]]:
-        """Owners of the group's replicas; ``above``: groups whose loads all members know."""
+    def _assign(self, group: _Group, above: Sequence[_Group]) -> list[tuple[Replica, int]]:
+        """Who stores the group's replicas; ``above``: groups whose loads all members know."""
         found, new = [], []
         for replica in group.replicas:
-            holders, known = self._owners.get((replica.part, replica.key), (None, ()))
+            holders, known = self._owners.get((replica.part, replica.key), (None, 0))
             # Owners of other holders are known only to those who were among them.
             if holders == group.members:
                 _count(group, known, replica.nbytes)
@@ -113,37 +166,26 @@ class Owners:
         if not new:
             return found
         stored = _heap(group.members, [other.stored for other in (*above, group)])
-        copied = _heap(group.members, [other.copied for other in (*above, group)]) if self._copies else []
         for replica in sorted(new, key=lambda replica: (-replica.nbytes, replica.part, replica.key)):
             load, first = stored[0]
             heapq.heapreplace(stored, (load + replica.nbytes, first))
-            owners = (first, *self._second(copied, first, replica.nbytes))
-            _count(group, owners, replica.nbytes)
-            found.append((replica, owners))
+            _count(group, first, replica.nbytes)
+            found.append((replica, first))
         return found
 
-    def _second(self, copied: list[tuple[int, int]], first: int, nbytes: int) -> list[int]:
-        """Ranks with the fewest copies, each on a node of its own."""
-        nodes = {self._node_of[first]}
-        chosen: list[int] = []
-        passed: list[tuple[int, int]] = []
-        while copied and len(chosen) < self._copies:
-            load, rank = heapq.heappop(copied)
-            if self._node_of[rank] in nodes:
-                passed.append((load, rank))
-                continue
-            nodes.add(self._node_of[rank])
-            chosen.append(rank)
-            passed.append((load + nbytes, rank))
-        for item in passed:
-            heapq.heappush(copied, item)
-        return chosen
+
+def _checked(holders: Sequence[Sequence[int]], nodes: int) -> tuple[tuple[int, ...], ...]:
+    """By node what keeps its snapshots. ValueError where that is no other node, or one twice."""
+    if holders and len(holders) < nodes:
+        raise ValueError(f"holders of {len(holders)} nodes, {nodes} have ranks")
+    for node, some in enumerate(holders):
+        if node in some or len(set(some)) != len(some) or min(some, default=0) < 0:
+            raise ValueError(f"holders {tuple(some)} of node {node} are no other nodes, each once")
+    return tuple(tuple(some) for some in holders)
 
 
-def _count(group: _Group, owners: Sequence[int], nbytes: int) -> None:
-    for number, rank in enumerate(owners):
-        loads = group.copied if number else group.stored
-        loads[rank] = loads.get(rank, 0) + nbytes
+def _count(group: _Group, rank: int, nbytes: int) -> None:
+    group.stored[rank] = group.stored.get(rank, 0) + nbytes
 
 
 def _heap(members: Sequence[int], loads: Sequence[Mapping[int, int]]) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ observation is that of Gemini, SOSP 2023). Groups are spread over failure domain
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 Group = tuple[int, ...]
@@ -24,6 +24,15 @@ class Node:
     domain: str = ""
     ranks: tuple[int, ...] = ()
     spare: bool = False
+
+
+def node_map(names: Sequence[str], domains: Mapping[str, str] | None = None) -> list[Node]:
+    """The nodes of all ranks (``names``, by rank), in the order of their first ranks; ``domains`` by name. Spare nodes
+    are to be appended."""
+    ranks: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        ranks.setdefault(name, []).append(rank)
+    return [Node(name, (domains or {}).get(name, ""), tuple(some)) for name, some in ranks.items()]
 
 
 def groups(nodes: Sequence[Node], size: int) -> tuple[Group, ...]:

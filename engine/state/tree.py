@@ -55,8 +55,11 @@ class Leaf:
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
 
-    def spec(self, *, stored: bool = True, copied: bool = False) -> EntrySpec:
-        return EntrySpec(self.part, self.key, self.dtype, self.shape, self.boxes, self.scope, stored, copied)
+    def spec(
+        self, *, stored: bool = True, shared: tuple[int, ...] = (), copy_of: int | None = None
+    ) -> EntrySpec:
+        plain = self.part, self.key, self.dtype, self.shape, self.boxes, self.scope
+        return EntrySpec(*plain, stored, shared, copy_of)
 
     @property
     def nbytes(self) -> int:

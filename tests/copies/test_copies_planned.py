@@ -18,6 +18,7 @@ from everstep.format.fields import read_own
 from everstep.format.table import TableReader
 from everstep.plan.agreement import copy_windows
 from everstep.plan.coverage import check_coverage
+from everstep.plan.placement import holders, node_map
 from everstep.plan.reads import plan_reads
 from everstep.planning import Copies, LayoutPlanner, expected_slot_bytes
 from everstep.policy import Memory, Policy
@@ -27,8 +28,11 @@ from everstep.state.trainstate import TrainState
 PLACES = ["a", "a", "b", "b"]
 
 
-def spec(key: str, *, stored: bool = True, copied: bool = False, part: str = "model") -> EntrySpec:
-    return EntrySpec(part, key, "float32", (2, 3), (Box.full((2, 3)),), Scope.GLOBAL, stored, copied)
+def spec(key: str, *, copied: bool = False, shared: tuple[int, ...] = (1,)) -> EntrySpec:
+    """Stored by rank 0, or the copy of that."""
+    whole = (Box.full((2, 3)),)
+    copy_of = 0 if copied else None
+    return EntrySpec("model", key, "float32", (2, 3), whole, Scope.GLOBAL, not copied, shared, copy_of)
 
 
 def state_of(sizes: Sequence[int]) -> TrainState:
@@ -41,7 +45,8 @@ def planned(planners: Sequence[LayoutPlanner], sizes: Sequence[int]) -> list[Pla
 
 
 def planners(places: Sequence[str], copies: int = 1) -> list[LayoutPlanner]:
-    return [LayoutPlanner(rank, len(places), copies=copies, node_of=places) for rank in range(len(places))]
+    keepers = holders(node_map(places), copies)
+    return [LayoutPlanner(rank, len(places), node_of=places, holders=keepers) for rank in range(len(places))]
 
 
 def owners(plans: Sequence[Plan]) -> dict[str, tuple[list[int], list[int]]]:
@@ -94,22 +99,25 @@ def test_coverage_and_reads_leave_copies_out() -> None:
     for one in reads:
         (stores,) = owners(plans)[wanted[one.entry_index].key][0]
         assert one.rank == stores and one.image in names[stores]
-    alone = layouts.build_layout([spec("w", stored=False, copied=True)])
+    alone = layouts.build_layout([spec("w", copied=True)])
     assert alone.images == () and alone.copied == (Place(0, 0, len(alone.copies[0].header)),)
     with pytest.raises(StateMismatch, match="stored by no rank"):
         check_coverage([read.of(alone)])
 
 
 def test_a_copy_lies_as_what_is_stored_does() -> None:
-    stored = layouts.build_layout([spec("w"), spec("v")])
-    both = layouts.build_layout(
-        [spec("w", stored=False, copied=True), spec("v", stored=False, copied=True), spec("x")]
-    )
-    assert both.copies == stored.images, "the same bytes"
-    assert [(one.entry, one.offset) for one in both.copied] == [
-        (index, entry.offset) for index, entry in enumerate(stored.entries)
+    stored = layouts.build_layout([spec("w"), spec("v"), spec("own", shared=())])
+    both = layouts.build_layout([spec("v", copied=True), spec("x", shared=()), spec("w", copied=True)])
+    assert [image.name for image in stored.images] == ["model+1", "model"]
+    (copy,) = both.copies
+    assert copy.name == "0/model+1"
+    assert (copy.header, copy.nbytes) == (stored.images[0].header, stored.images[0].nbytes)
+    places = {entry.key: entry.offset for entry in stored.entries}
+    assert places["v"] < places["w"], "by their keys"
+    assert [(both.entries[one.entry].key, one.offset) for one in both.copied] == [
+        (key, places[key]) for key in ("v", "w")
     ]
-    assert [entry.image for entry in both.entries] == [None, None, 0]
+    assert [entry.image for entry in both.entries] == [None, 0, None]
     assert layouts.decode(layouts.encode(both)) == both
     moved = dataclasses.replace(
         both,
@@ -130,9 +138,9 @@ def encoded(layout: Layout, **changed: object) -> bytes:
 
 def test_marks_that_cannot_be_are_damage() -> None:
     plain = layouts.build_layout([spec("w")])
-    copy = layouts.build_layout([spec("w", stored=False, copied=True)])
+    copy = layouts.build_layout([spec("w", copied=True)])
     assert encoded(copy) == layouts.encode(copy) != layouts.encode(plain) == encoded(plain)
-    rank = layouts.build_layout([dataclasses.replace(spec("w"), scope=Scope.RANK)])
+    rank = layouts.build_layout([dataclasses.replace(spec("w", shared=()), scope=Scope.RANK)])
     for data in (
         encoded(plain, copies=0),
         encoded(plain, copies=2),
@@ -149,10 +157,12 @@ def test_the_slot_is_reserved_with_room_for_copies(places: str) -> None:
     sizes = [1000 + 10 * i for i in range(200)]
     for rank, plan in enumerate(planned(planners(places, number), sizes)):
         need = sum(size for _, size in plan.regions(1000, 1000))
-        room = expected_slot_bytes(state_of(sizes), len(places), Copies.on(rank, places, number))
+        copies = Copies.on(rank, places, holders(node_map(places), number))
+        room = expected_slot_bytes(state_of(sizes), len(places), copies)
         assert need <= room, places
-    assert Copies.on(0, "aaab", 1).share == pytest.approx(1 / 12)
-    assert Copies.on(3, "aaab", 1).share == pytest.approx(3 / 4)
+        assert copies.share(None) * len(places) == len(
+            {image.name.split("/")[0] for image in plan.layout.copies}
+        )
 
 
 def test_who_has_a_copy_leaves_it_to_the_agent() -> None:

@@ -64,14 +64,19 @@ def specs(version: int = FORMAT_VERSION) -> list[EntrySpec]:
 
 
 def layout_with_copies() -> Layout:
-    """A rank that stores a tensor and keeps a second copy of another."""
+    """Rank 0, which stores two tensors of which rank 1 has second copies, and one of its own, and has a second copy of
+    what rank 1 stores."""
     shape, whole = (2,), (Box.full((2,)),)
-    w = EntrySpec("model", "w", "float32", shape, whole, Scope.GLOBAL)
-    v = EntrySpec("model", "v", "float32", shape, whole, Scope.GLOBAL, stored=False, copied=True)
-    return layout.build_layout([w, v])
+    shared = [
+        EntrySpec("model", key, "float32", shape, whole, Scope.GLOBAL, shared=(1,)) for key in ("w", "b")
+    ]
+    own = EntrySpec("model", "mean", "float32", shape, whole)
+    v = EntrySpec("model", "v", "float32", shape, whole, Scope.GLOBAL, stored=False, shared=(0,), copy_of=1)
+    return layout.build_layout([*shared, own, v])
 
 
-LAYOUT_OF_VERSION_1 = "457827f3612e6afe1aa2b64f63eaf97b"
+LAYOUTS = {1: "457827f3612e6afe1aa2b64f63eaf97b", 2: "925833f80a12ddf033ea39ff47cd970c"}
+"""Hashes by former version."""
 
 
 def example_layout(version: int = FORMAT_VERSION) -> Layout:
@@ -80,7 +85,7 @@ def example_layout(version: int = FORMAT_VERSION) -> Layout:
 
 def layout_hash_of(version: int) -> str:
     of = example_layout(version)
-    return LAYOUT_OF_VERSION_1 if version == 1 else layout.layout_hash(layout.encode(of))
+    return LAYOUTS.get(version) or layout.layout_hash(layout.encode(of))
 
 
 def image_bytes(of: Layout) -> dict[str, bytes]:

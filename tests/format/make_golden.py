@@ -22,14 +22,17 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def golden_files() -> dict[str, bytes]:
-    """Every file by name: one checkpoint of one rank, an abort record and a tombstone."""
+    """Every file by name: one checkpoint of one rank, an abort record and a tombstone; a layout of
+    another one, with shared images."""
     of = examples.example_layout()
     encoded = layout.encode(of)
+    copies = layout.encode(examples.layout_with_copies())
     vote = encode_vote(examples.example_vote())
     files = {
         names.RUN: encode_run(examples.RUN),
         names.incarnation(INCARNATION): encode_incarnation(examples.RECORD),
         names.layout(layout.layout_hash(encoded)): layout.compress(encoded),
+        names.layout(layout.layout_hash(copies)): layout.compress(copies),
         names.decision(STEP, INCARNATION, ATTEMPT): encode_decision(examples.example_manifest(vote)),
         names.decision(STEP, INCARNATION, 2): encode_decision(examples.ABORT),
         names.decision(STEP, INCARNATION, 3): encode_decision(examples.TOMBSTONE),

@@ -13,7 +13,7 @@ from everstep.format.constants import FORMAT_VERSION, READABLE_VERSIONS
 from everstep.format.gather import decode_gather
 from everstep.format.manifest import Manifest, decode_decision
 from everstep.format.names import Kind
-from everstep.format.records import decode_incarnation, decode_run
+from everstep.format.records import decode_incarnation, decode_run, encode_incarnation
 from everstep.format.table import TableReader
 from everstep.format.vote import STATE_IMAGE, decode_header, decode_vote, vote_hash
 
@@ -36,6 +36,7 @@ def read(version: int, name: str) -> bytes:
 def test_nothing_is_missing_and_every_name_parses() -> None:
     assert set(files(FORMAT_VERSION)) == set(golden_files())
     assert len(files(1)) == len(files(2)) - 1, "the gathered votes are new"
+    assert len(files(2)) == len(files(3)) - 1, "and a layout with second copies"
     assert all(names.parse(name) is not None for version in VERSIONS for name in files(version))
 
 
@@ -87,13 +88,13 @@ def test_every_damage_of_what_version_1_wrote_is_found() -> None:
     assert_all_found(read(1, name), lambda data: decode_header(data, name), name, (0x01,))
     name = examples.MANIFEST_NAME
     assert_all_found(read(1, name), lambda data: decode_decision(data, name), name, (0x01, 0x20))
-    expected = examples.LAYOUT_OF_VERSION_1
+    expected = examples.LAYOUTS[1]
     name = names.layout(expected)
     assert_all_found(read(1, name), lambda data: layout.open_layout(data, expected, name), name, (0x01, 0x20))
 
 
 def test_a_layout_of_version_1_has_no_scope_of_version_2() -> None:
-    encoded = layout.decompress(read(1, names.layout(examples.LAYOUT_OF_VERSION_1)))
+    encoded = layout.decompress(read(1, names.layout(examples.LAYOUTS[1])))
     scopes = bytes.fromhex("a5 73 63 6f 70 65 95 00 00 01 01 00")
     assert encoded.count(scopes) == 1
     with pytest.raises(Damaged, match="scope"):
@@ -101,17 +102,41 @@ def test_a_layout_of_version_1_has_no_scope_of_version_2() -> None:
 
 
 def test_a_layout_of_version_1_has_no_places_of_what_is_not_stored() -> None:
-    encoded = layout.decompress(read(1, names.layout(examples.LAYOUT_OF_VERSION_1)))
+    encoded = layout.decompress(read(1, names.layout(examples.LAYOUTS[1])))
     begins = bytes.fromhex("a5 62 65 67 69 6e 95 08 00 20 00 00")
     assert encoded.count(begins) == 1
     with pytest.raises(Damaged, match="is not stored"):
         layout.decode(encoded.replace(begins, begins[:-2] + bytes([1, 0])))
 
 
-def test_gathered_votes_are_read() -> None:
-    vote = read(2, examples.VOTE_NAME)
+@pytest.mark.parametrize("version", VERSIONS[1:])
+def test_gathered_votes_are_read(version: int) -> None:
+    vote = read(version, examples.VOTE_NAME)
     name = examples.GATHER_NAME
-    assert decode_gather(read(2, name), name) == [decode_header(vote, examples.VOTE_NAME)]
+    assert decode_gather(read(version, name), name) == [decode_header(vote, examples.VOTE_NAME)]
+
+
+def test_shared_images_are_read() -> None:
+    of = examples.layout_with_copies()
+    expected = layout.layout_hash(layout.encode(of))
+    found = layout.open_layout(read(3, names.layout(expected)), expected, "layout")
+    assert found == of
+    assert [image.name for image in found.images] == ["model+1", "model"]
+    assert [image.name for image in found.copies] == ["1/model+0"]
+
+
+def test_records_of_former_versions_have_no_reason() -> None:
+    from everstep.format.sealed import seal, unseal
+
+    name = "incarnations/0003.json"
+    body = unseal(read(2, name), "incarnation", name)
+    assert "reason" not in body and decode_incarnation(read(2, name), name).reason is None
+    with pytest.raises(Damaged, match="later version"):
+        decode_incarnation(seal("incarnation", {**body, "reason": None}, format=2), name)
+    with pytest.raises(Damaged, match="missing"):
+        decode_incarnation(seal("incarnation", body, format=3), name)
+    record = dataclasses.replace(examples.RECORD, reason="loss spike")
+    assert decode_incarnation(encode_incarnation(record), name) == record
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,11 @@ import safetensors
 import safetensors.torch
 import torch
 from everstep.errors import Damaged, UnknownFormat, UnsupportedValue
-from everstep.format import images
+from everstep.format import images, names
 from everstep.format.columns import BadColumn, pack, pack_array, unpack, unpack_array
+from everstep.format.constants import FORMAT_VERSION
 from everstep.format.dtypes import DTYPES, nbytes
+from everstep.format.fields import read_own
 from everstep.format.layout import Box, Entry, EntrySpec, Layout, Scope
 from everstep.format.table import TableReader
 from hypothesis import given, settings
@@ -146,7 +148,116 @@ def test_a_part_called_state_gets_another_image_name() -> None:
     assert [image.part for image in layout.images] == ["state", "state@"]
 
 
+def test_a_part_called_like_a_shared_image_gets_another_name() -> None:
+    parts = ["m+1", "m+1@", "m+2.1", "m", "+7", "m+01"]
+    specs = [spec(part, "x", "bool", (), scope=Scope.GLOBAL) for part in parts]
+    specs += [spec("m", "y", "bool", (), scope=Scope.GLOBAL, shared=(1,))]
+    layout = layouts.build_layout(specs)
+    named = ["m+1@@", "m+1@", "m+2.1", "m", "+7@", "m+01", "m+1"]
+    assert [image.name for image in layout.images] == named
+    assert [image.part for image in layout.images] == [*parts, "m"]
+    assert layouts.decode(layouts.encode(layout)) == layout
+
+
+def test_who_shares_an_image_gives_its_copy_the_same_bytes() -> None:
+    """Whatever else the two ranks hold, in whatever order of their trees."""
+    seed = random.randrange(10**6)
+    rng = random.Random(seed)
+    for _ in range(60):
+        entries = [
+            spec(
+                rng.choice(["m", "o", "m+1"]),
+                f"k{number}" if rng.random() < 0.8 else f"é{number}",
+                rng.choice(["int64", "float32", "bfloat16", "bool", "float4_e2m1fn_x2"]),
+                rng.choice([(), (0,), (3,), (2, 0), (2, 3)]),
+                scope=Scope.GLOBAL,
+                shared=(1, 4),
+            )
+            for number in range(12)
+        ]
+        two = (Box((0, 0), (1, 2)), Box((3, 0), (1, 2)))
+        entries.append(EntrySpec("m", "cut", "float32", (4, 2), two, Scope.GLOBAL, shared=(1, 4)))
+        others = [spec("m", f"other{number}", "float32", (2,)) for number in range(4)]
+        stored = rng.sample([*entries, *others], 17)
+        copied = [dataclasses.replace(one, stored=False, copy_of=0) for one in entries]
+        more = dataclasses.replace(entries[0], key="of another", stored=False, copy_of=9)
+        copied = rng.sample([*copied, *others, more], len(copied) + 5)
+        one, other = layouts.build_layout(stored), layouts.build_layout(copied)
+        theirs = {image.name: image for image in other.copies}
+        shared = [image for image in one.images if names.shared_with(image.name)]
+        assert shared and len(theirs) == len(shared) + 1, seed
+        for image in shared:
+            copy = theirs[names.copy_name(0, image.name)]
+            assert (copy.header, copy.nbytes, copy.part) == (image.header, image.nbytes, image.part), seed
+        places = {
+            (one.entries[index].part, one.entries[index].key): (one.images[image].name, offset)
+            for index, image, offset in one.places()
+            if names.shared_with(one.images[image].name)
+        }
+        for place in other.copied:
+            entry, name = other.entries[place.entry], other.copies[place.image].name
+            if name.startswith("0/"):
+                assert places.pop((entry.part, entry.key)) == (name[2:], place.offset), seed
+        assert not places
+        for layout in (one, other):
+            assert layouts.decode(layouts.encode(layout)) == layout, seed
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"images": ["m+2", "m", "5/m+0"]}, ""),
+        ({"images": ["n+2", "m", "5/m+0"]}, "no shared image of part"),
+        ({"images": ["m+2", "m+1", "5/m+0"]}, "unshared"),
+        ({"images": ["m+2", "m", "5/n+0"]}, "no shared image of part"),
+        ({"images": ["m+2", "m", "5/m"]}, "no second copy"),
+        ({"images": ["m+2", "m", "m+0"]}, "no second copy"),
+        ({"images": ["m+2", "m", "0/m+0"]}, "no second copy"),
+        ({"images": ["m+2", "m", "05/m+0"]}, "no second copy"),
+    ],
+)
+def test_names_of_shared_images_are_checked(change: dict[str, object], problem: str) -> None:
+    layout = layouts.build_layout(
+        [
+            spec("m", "a", "float32", (2,), scope=Scope.GLOBAL, shared=(2,)),
+            spec("m", "b", "float32", (2,)),
+            spec("m", "c", "float32", (2,), scope=Scope.GLOBAL, stored=False, shared=(0,), copy_of=5),
+        ]
+    )
+    own = read_own(layouts.encode(layout), "x")
+    assert own is not None
+    data = msgspec.msgpack.encode({**msgspec.to_builtins(own, builtin_types=(bytes,)), **change})
+    if not problem:
+        assert layouts.decode(data) == layout
+    else:
+        with pytest.raises(Damaged, match=problem):
+            layouts.decode(data)
+
+
+def test_version_2_knew_no_shared_images() -> None:
+    """There, such a name is that of a part, in the order of the tree; copies are named by their parts."""
+    layout = layouts.build_layout([spec("m", "z", "bool", (1,)), spec("m", "a", "bool", (2,))])
+    own = read_own(layouts.encode(layout), "x")
+    assert own is not None
+    plain = msgspec.to_builtins(own, builtin_types=(bytes,))
+    schema = msgspec.msgpack.decode(plain["schema"])
+    schema["parts"] = ["m+1"]
+    changed = {"schema": msgspec.msgpack.encode(schema), "images": ["m+1"], "image_part": ["m+1"]}
+    found = layouts.decode(msgspec.msgpack.encode({**plain, **changed, "v": 2}))
+    assert [entry.offset - 4096 for entry in found.entries] == [0, 1]
+    with pytest.raises(Damaged):
+        layouts.decode(msgspec.msgpack.encode({**plain, **changed}))
+    schema = msgspec.msgpack.decode(plain["schema"])
+    schema["scope"] = pack([1, 1])
+    copies = {"schema": msgspec.msgpack.encode(schema), "copies": 1}
+    found = layouts.decode(msgspec.msgpack.encode({**plain, **copies, "v": 2}))
+    assert [image.name for image in found.copies] == ["m"] and not found.images
+    with pytest.raises(Damaged, match="no second copy"):
+        layouts.decode(msgspec.msgpack.encode({**plain, **copies}))
+
+
 BAD: list[tuple[str, EntrySpec]] = [
+    ("unshared", spec("m", "k", "bool", (4,), shared=(1,))),
     ("unknown dtype", spec("m", "k", "float3", (1,))),
     ("not possible", spec("m", "k", "bool", (-1,))),
     ("not possible", spec("m", "k", "bool", (1 << 40, 1 << 40))),
@@ -257,7 +368,8 @@ def test_damaged_canonical_bytes_never_decode_to_nonsense() -> None:
             except (Damaged, UnknownFormat) as error:
                 assert error.fields["name"] == NAME
             else:
-                assert layouts.encode(found) == damaged
+                assert damaged[3] in (2, FORMAT_VERSION), "the version, whose hash would be another"
+                assert layouts.encode(found) == damaged[:3] + bytes([FORMAT_VERSION]) + damaged[4:]
 
 
 @given(st.binary(max_size=200))
@@ -289,7 +401,7 @@ def spoil(field: str, value: object) -> bytes:
 
 
 SPOILED: list[tuple[str, object, type[Exception]]] = [
-    ("v", 3, UnknownFormat),
+    ("v", 4, UnknownFormat),
     ("v", 1, Damaged),
     ("v", "1", Damaged),
     ("dtypes", ["float32", "int64", "bfloat16", "float7"], UnknownFormat),

@@ -170,3 +170,28 @@ def test_numbers_out_of_range_make_no_name(bad: int) -> None:
         names.incarnation(bad)
     with pytest.raises(ValueError):
         names.layout("../../etc/passwd")
+
+
+@given(TEXTS, st.lists(NUMBERS, min_size=1, max_size=4, unique=True), NUMBERS)
+@example("model+1", [2], 0)
+@example("", [0, 10], 3)
+def test_shared_images_say_with_whom(part: str, ranks: list[int], rank: int) -> None:
+    ranks.sort()
+    name = names.shared_image(part, ranks)
+    assert names.shared_with(name) == tuple(ranks)
+    copy = names.copy_name(rank, name)
+    assert names.copied_from(copy) == (None if rank in ranks else (rank, name))
+    assert names.copy_region(rank, name) == f"copy:{rank}/{name}"
+
+
+@pytest.mark.parametrize(
+    "name", ["model", "state", "model+", "model+1.", "+", "m+01", "m+2.1", "m+1.1", "m+-1", "m+1@", "m+1 "]
+)
+def test_other_images_are_shared_with_nobody(name: str) -> None:
+    assert names.shared_with(name) == ()
+    assert names.copied_from(f"0/{name}") is None
+
+
+@pytest.mark.parametrize("name", ["", "/", "m+1", "x/m+1", "/m+1", "-1/m+2", "01/m+2", "1 /m+2"])
+def test_other_names_are_no_copies(name: str) -> None:
+    assert names.copied_from(name) is None

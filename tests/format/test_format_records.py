@@ -146,7 +146,7 @@ def test_impossible_records_are_not_written() -> None:
     ):
         with pytest.raises(UnsupportedValue):
             encode_incarnation(dataclasses.replace(RECORD, **change))  # type: ignore[arg-type]
-    for change in ({"chunk_bytes": 5000}, {"chunk_bytes": 512}, {"run_id": ""}, {"format": 1}, {"format": 3}):
+    for change in ({"chunk_bytes": 5000}, {"chunk_bytes": 512}, {"run_id": ""}, {"format": 1}, {"format": 4}):
         with pytest.raises(UnsupportedValue):
             encode_run(dataclasses.replace(RUN, **change))  # type: ignore[arg-type]
 
@@ -214,7 +214,7 @@ def run_with(**changes: Any) -> bytes:
         (run_with(required=["parity"]), ["parity"]),
         (run_with(hash_id="blake3-256"), "blake3-256"),
         (run_with(quorum=1), ["quorum"]),
-        (seal("run", {"anything": 1}, format=3), 3),
+        (seal("run", {"anything": 1}, format=4), 4),
         (seal("run", {"anything": 1}, format=0), 0),
     ],
 )

@@ -71,7 +71,7 @@ def test_a_person_can_read_it() -> None:
         "{",
         '  "everstep": "thing",',
         f'  "hash": "xxh3-128:{json.loads(data)["hash"][9:]}",',
-        '  "format": 2,',
+        '  "format": 3,',
         '  "step": 7,',
     ]
     assert '  "name": "Zoë",' in lines
@@ -172,9 +172,9 @@ def test_another_kind_is_not_taken() -> None:
 
 def test_another_format_version_says_what_to_do() -> None:
     with pytest.raises(UnknownFormat) as caught:
-        sealed.unseal(sealed.seal("thing", {"new": 1}, format=3), "thing", NAME)
+        sealed.unseal(sealed.seal("thing", {"new": 1}, format=4), "thing", NAME)
     error = caught.value
-    assert (error.found, error.expected, error.name) == (3, "at most 2", NAME)
+    assert (error.found, error.expected, error.name) == (4, "at most 3", NAME)
     assert error.hint and "release" in error.hint
 
 
@@ -207,7 +207,7 @@ def test_a_changed_name_of_the_hash_is_damage() -> None:
 
 
 def test_a_changed_version_without_a_new_hash_is_damage() -> None:
-    data = sealed.seal("thing", {}).replace(b'"format": 2', b'"format": 1')
+    data = sealed.seal("thing", {}).replace(b'"format": 3', b'"format": 1')
     with pytest.raises(Damaged, match="hash is wrong"):
         sealed.unseal(data, "thing", NAME)
 

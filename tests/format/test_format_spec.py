@@ -50,7 +50,7 @@ def test_the_worked_layout_decodes() -> None:
 
 def test_the_worked_layout_with_copies_decodes() -> None:
     found = layout.decode(from_hex_dump(blocks()["copies"]))
-    assert found == layout_with_copies() and len(found.images) == len(found.copies) == 1
+    assert found == layout_with_copies() and (len(found.images), len(found.copies)) == (2, 1)
 
 
 def test_the_worked_vote_decodes() -> None:

@@ -183,7 +183,7 @@ def index_with(**changes: Any) -> bytes:
 
 
 HOSTILE: dict[str, tuple[bytes, type[Exception]]] = {
-    "newer version": (rebuilt(version=3), UnknownFormat),
+    "newer version": (rebuilt(version=4), UnknownFormat),
     "older version": (rebuilt(version=0), UnknownFormat),
     "version of another header": (rebuilt(version=1), Damaged),
     "unknown flag": (rebuilt(flags=2), UnknownFormat),
@@ -307,7 +307,8 @@ def test_votes_that_do_not_belong_together_are_not_gathered() -> None:
 def test_hostile_gathers_with_good_hashes_are_refused() -> None:
     body = GATHER[: -hashing.HASH_BYTES]
     for wrong, error in (
-        (body[:8] + b"\3" + body[9:], UnknownFormat),
+        (body[:8] + b"\4" + body[9:], UnknownFormat),
+        (body[:8] + b"\1" + body[9:], UnknownFormat),
         (body[:12] + b"\2" + body[13:], Damaged),
         (body[:12] + b"\xff" * 4 + body[16:], Damaged),
         (body[:16], Damaged),

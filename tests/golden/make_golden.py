@@ -70,11 +70,13 @@ def pair_model() -> torch.nn.Module:
 
 
 def make_pair_rank(root: Path) -> None:
-    """One rank of the pair, under torchrun."""
+    """One rank of the pair, under torchrun; each on a node of its own, so that they share images."""
     torch.distributed.init_process_group("gloo")
+    os.environ["EVERSTEP_NODE"] = f"golden-{torch.distributed.get_rank()}"
+    memory = everstep.Memory(path=os.environ["EVERSTEP_RUNTIME_DIR"], replicas=1)
     state = pair_state(torch.distributed.get_rank(), torch.nn.parallel.DistributedDataParallel(pair_model()))
     with everstep.Checkpointer(
-        root, memory=None, agent="inline", policy=everstep.Policy(snapshot_every=None)
+        root, memory=memory, agent="inline", policy=everstep.Policy(snapshot_every=None)
     ) as ckpt:
         ckpt.load(state)
         ckpt.save(contents.PAIR_STEP, state, metrics={"loss": 0.25}).wait(60)

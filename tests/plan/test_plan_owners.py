@@ -7,7 +7,9 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from everstep.plan import placement
 from everstep.plan.owners import Key, Owners, Replica
+from everstep.plan.placement import Node, node_map
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,14 +72,34 @@ def test_late_entries_move_nobody(first: list[Replica], second: list[Replica], w
     assert owners.assign(grown) == after
 
 
-@given(GROUPED, GROUPED, st.integers(0, 2), st.randoms(use_true_random=False))
+def brute_second(
+    first: int, members: Sequence[int], node_of: Sequence[str], holders: Sequence[Sequence[int]]
+) -> tuple[int, ...]:
+    """The rule as it is stated, the long way."""
+    numbers = list(dict.fromkeys(node_of))
+    at_home = [rank for rank in members if node_of[rank] == node_of[first]]
+    found = []
+    for node in holders[numbers.index(node_of[first])]:
+        if node >= len(numbers):
+            continue
+        there = [rank for rank in members if node_of[rank] == numbers[node]]
+        if not there:
+            return ()
+        found.append(there[at_home.index(first) % len(there)])
+    return tuple(sorted(found))
+
+
+@given(GROUPED, GROUPED, st.integers(0, 2), st.integers(0, 2), st.randoms(use_true_random=False))
 def test_holders_agree_though_each_sees_only_its_own(
-    first: list[Replica], second: list[Replica], copies: int, rng: random.Random
+    first: list[Replica], second: list[Replica], copies: int, spares: int, rng: random.Random
 ) -> None:
     """Two calls, in which entries come, go, grow and change hands; each rank is told what it holds, in an order of
     its own. All holders of an entry name the same owners, holders all."""
-    node_of = ["a", "a", "b", "b", "c", "c"]
-    owners = [Owners(WORLD, copies=copies, node_of=node_of) for _ in range(WORLD)]
+    node_of = rng.choice([list("aabbcc"), list("aaabbc"), list("abcabc"), list("abcdef"), list("aaaaaa")])
+    nodes = node_map(node_of, {name: rng.choice("xy") for name in "abcdef"})
+    nodes += [Node(f"spare{i}", spare=True) for i in range(spares)]
+    keepers = placement.holders(nodes, copies)
+    owners = [Owners(WORLD, node_of=node_of, holders=keepers) for _ in range(WORLD)]
     for items in (first, second):
         named: dict[Key, set[tuple[int, ...]]] = {}
         for rank in range(WORLD):
@@ -87,44 +109,114 @@ def test_holders_agree_though_each_sees_only_its_own(
                 named.setdefault(key, set()).add(ranks)
         for item in items:
             (ranks,) = named[item.part, item.key]
-            holders = range(WORLD) if item.holders is None else item.holders
-            nodes = {node_of[rank] for rank in holders}
-            assert set(ranks) <= set(holders)
-            assert len(ranks) == len({node_of[rank] for rank in ranks}) == min(copies + 1, len(nodes))
+            holders = tuple(range(WORLD)) if item.holders is None else item.holders
+            assert ranks[0] in holders
+            assert ranks[1:] == brute_second(ranks[0], holders, node_of, keepers)
 
 
-def test_holders_of_a_part_make_up_for_what_they_own_of_the_whole() -> None:
-    """Rank 0 owns the one large tensor of all, so the other of its pair stores what only they hold."""
-    whole = Replica("m", "embedding", 100)
-    pairs = [Replica("m", f"layer{i}", 10, (0, 2)) for i in range(4)]
-    found = Owners(4).assign([*pairs, whole])
-    assert found["m", "embedding"] == (0,)
-    assert {found["m", f"layer{i}"] for i in range(4)} == {(2,)}
-    some = [Replica("m", name, 10, (0, 1, 3)) for name in "ab"]
-    found = Owners(4, copies=1).assign([*some, whole])
-    assert found["m", "embedding"] == (0, 1)
-    assert (found["m", "a"], found["m", "b"]) == ((1, 0), (3, 0)), "rank 1 has the copy of the large one"
+def test_shared_images_in_random_jobs() -> None:
+    """Brute force over jobs of several nodes: which partners share what, that these hold it, and how much each has."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    shared_somewhere = 0
+    for _ in range(150):
+        world = rng.randint(2, 16)
+        names = rng.choices([f"n{i}" for i in range(rng.randint(1, 5))], k=world)
+        if rng.random() < 0.5:
+            names.sort()
+        nodes = node_map(names)
+        nodes += [Node(f"s{i}", spare=True) for i in range(rng.choice([0, 0, 1, 2]))]
+        copies = rng.randint(0, 3)
+        keepers = placement.holders(nodes, copies)
+        groups = [None, *(tuple(sorted(rng.sample(range(world), rng.randint(2, world)))) for _ in range(3))]
+        items = [Replica("m", f"{i}", rng.randint(0, 99), rng.choice(groups)) for i in range(60)]
+        owners = [Owners(world, node_of=names, holders=keepers) for _ in range(world)]
+        found = [owners[rank].assign(seen_by(rank, items)) for rank in range(world)]
+        plain = [Owners(world).assign(seen_by(rank, items)) for rank in range(world)]
+        stored, copied = [0] * world, [0] * world
+        for item in items:
+            members = item.holders or tuple(range(world))
+            key = item.part, item.key
+            assert len({found[rank][key] for rank in members}) == 1, seed
+            first, *second = found[members[0]][key]
+            assert plain[members[0]][key] == (first,), "who stores it does not depend on copies"
+            assert {first, *second} <= set(members), "partners hold what they share"
+            wanted = [i for i in keepers[names_of(nodes).index(names[first])] if not nodes[i].spare]
+            there = [names_of(nodes).index(names[rank]) for rank in second]
+            assert not second or sorted(there) == sorted(wanted), "one on each holder that has ranks"
+            can = wanted and all(any(names[rank] == nodes[i].name for rank in members) for i in wanted)
+            assert bool(second) == bool(can), seed
+            shared_somewhere += bool(second)
+            stored[first] += item.nbytes
+            for rank in second:
+                copied[rank] += item.nbytes
+        for rank in range(world):
+            sources = set()
+            for group in groups:
+                members = range(world) if group is None else group
+                if rank in members:
+                    some = {one for one in members if rank in owners[rank].second(one, group)}
+                    assert (
+                        len(some)
+                        == owners[rank].sources(rank, group)
+                        <= evenly(rank, members, names, keepers)
+                    )
+                    sources |= some
+            assert copied[rank] <= sum(stored[one] for one in sources), seed
+    assert shared_somewhere > 500
 
 
-def test_groups_of_equal_holders_are_balanced_each() -> None:
-    """Hybrid sharding: 4 shards, each on 4 replicas."""
-    groups = [tuple(range(shard, 16, 4)) for shard in range(4)]
-    stored = [0] * 16
-    for rank in range(16):
-        mine = [Replica("m", f"{i}", 10, groups[rank % 4]) for i in range(40)]
-        found = Owners(16).assign(mine)
-        stored[rank] = sum(10 for ranks in found.values() if ranks[0] == rank)
-    assert stored == [100] * 16
+def names_of(nodes: Sequence[Node]) -> list[str]:
+    return [node.name for node in nodes]
 
 
-def test_second_copies_are_balanced_too() -> None:
-    items = [Replica("m", f"{i}", 10) for i in range(80)]
-    node_of = [f"node{rank // 4}" for rank in range(8)]
-    found = Owners(8, copies=1, node_of=node_of).assign(items)
-    assert loads(found, items, 8) == [100] * 8
-    kept = [sum(10 for ranks in found.values() if ranks[1] == rank) for rank in range(8)]
-    assert kept == [100] * 8
-    assert all(node_of[a] != node_of[b] for a, b in found.values())
+def evenly(rank: int, members: Sequence[int], names: Sequence[str], keepers: Sequence[Sequence[int]]) -> int:
+    """Of how many ranks a rank keeps the copies at most: its share, rounded up, of those of each node."""
+    nodes = list(dict.fromkeys(names))
+    count = {node: sum(names[one] == node for one in members) for node in nodes}
+    sources = [node for at, node in enumerate(nodes) if nodes.index(names[rank]) in keepers[at]]
+    return sum(-(-count[node] // count[names[rank]]) for node in sources)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+def test_second_copies_are_balanced_as_what_is_stored(copies: int) -> None:
+    """Nodes of equally many ranks: each rank keeps the copies of one rank for each holder that its node is."""
+    items = [Replica("m", f"{i}", 10) for i in range(160)]
+    node_of = [f"node{rank // 4}" for rank in range(16)]
+    found = Owners(16, node_of=node_of, holders=placement.holders(node_map(node_of), copies)).assign(items)
+    assert loads(found, items, 16) == [100] * 16
+    kept = [sum(10 for ranks in found.values() if rank in ranks[1:]) for rank in range(16)]
+    assert kept == [100 * copies] * 16
+    assert all(len({node_of[rank] for rank in ranks}) == 1 + copies for ranks in found.values())
+
+
+def test_nodes_of_unlike_numbers_of_ranks_keep_all_the_same() -> None:
+    """The few ranks of a holder keep what all of the many store."""
+    owners = Owners(5, node_of=list("aaaab"), holders=[(1,), (0,)])
+    assert [owners.second(rank, None) for rank in range(5)] == [(4,), (4,), (4,), (4,), (0,)]
+    assert [owners.sources(rank, None) for rank in range(5)] == [1, 0, 0, 0, 4]
+    assert owners.second(1, (1, 2)) == (), "nobody on the other node holds it"
+    assert owners.second(2, (0, 2, 4)) == (4,) and owners.second(4, (0, 2, 4)) == (0,)
+    assert owners.sources(4, (0, 2, 4)) == 2 and owners.sources(0, (0, 2, 4)) == 1
+
+
+def test_spare_nodes_keep_no_copies_of_tensors() -> None:
+    """They have no ranks, and get bytes; others besides them still copy from their own."""
+    items = [Replica("m", "w", 1)]
+    assert Owners(2, node_of=list("ab"), holders=[(2,), (2,)]).assign(items) == {("m", "w"): (0,)}
+    assert Owners(2, node_of=list("ab"), holders=[(2, 1), (2, 0)]).assign(items) == {("m", "w"): (0, 1)}
+    assert Owners(2, node_of=list("ab"), holders=[(2, 1), (2, 0), ()]).copies == 2
+
+
+def test_partners_move_with_no_owner() -> None:
+    """Late entries leave both as they were."""
+    owners = Owners(4, node_of=list("aabb"), holders=[(1,), (0,)])
+    some = [Replica("m", f"{i}", 10 + i) for i in range(9)]
+    before = owners.assign(some)
+    after = owners.assign([*some, *(Replica("m", f"late{i}", 100) for i in range(5))])
+    assert {key: after[key] for key in before} == before
+    assert all(len(ranks) == 2 for ranks in after.values())
 
 
 def test_an_entry_that_changes_hands_has_no_owner_from_before() -> None:
@@ -154,9 +246,10 @@ def test_worlds_and_holders_that_cannot_be() -> None:
     with pytest.raises(ValueError):
         Owners(0)
     with pytest.raises(ValueError):
-        Owners(2, copies=-1)
-    with pytest.raises(ValueError):
         Owners(2, node_of=["a"])
+    for keepers in [[(1,)], [(0,), ()], [(1, 1), ()], [(-1,), ()]]:
+        with pytest.raises(ValueError, match="holders"):
+            Owners(2, holders=keepers)
     for holders in [(), (2,), (-1, 0), (1, 0), (0, 0)]:
         with pytest.raises(ValueError, match="m/w"):
             Owners(2).assign([Replica("m", "w", 1, holders)])
