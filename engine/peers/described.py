@@ -37,8 +37,8 @@ Images = Sequence[Sequence[ImageOf]]
 
 
 class Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Whose parity a slot holds, any ``m`` of whom may be lost. ``images`` are by position; those of ``position``, whose
-    node has the slot, are unknown, and not needed: it gives nothing to the stripes of which it holds parity."""
+    """Whose parity a slot holds, any ``m`` of whom may be lost. ``images`` are by position; those of ``position``, where
+    the slot's own node is, are unknown, and not needed: it gives nothing to the stripes of which it holds parity."""
 
     version: int
     m: int
@@ -101,7 +101,7 @@ def check_group(seats: Sequence[Seat], m: int, position: int, name: str) -> None
 def check_images_of(seat: Seat, images: Sequence[ImageOf], name: str) -> None:
     """Damaged unless all are of the member's ranks, and none comes twice."""
     names = {(one.rank, one.image) for one in images}
-    sane = all(0 <= one.nbytes and len(one.root) == HASH_BYTES for one in images)
+    sane = all(one.nbytes >= 0 and len(one.root) == HASH_BYTES for one in images)
     if not sane or len(names) != len(images) or not {rank for rank, _ in names} <= set(seat.ranks):
         raise Damaged(
             f"{name}: images of other ranks than node {seat.name}'s, or one twice",

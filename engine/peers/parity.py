@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from everstep.errors import Damaged
+from everstep.format.names import shared_with
 from everstep.format.records_table import encode_records
 from everstep.format.vote import STATE_IMAGE, ImageRecord
 from everstep.memory.control import IMAGE_PREFIX
@@ -37,8 +38,8 @@ WAIT_S = 30.0
 
 
 class ParityOffer(Message, frozen=True):
-    """What the node at ``position`` of the group has of a snapshot, for the one at ``to`` to make parity of. ``records``
-    are, by rank, the table of the hashes of its images (not of those that other nodes copy, nor of the state)."""
+    """What the node at ``position`` of the group has of a snapshot, for the one at ``to`` to make parity of. By rank,
+    ``records`` is the table of the hashes of its images (not of those that other nodes copy, nor of the state)."""
 
     run_id: str
     incarnation: int
@@ -90,13 +91,11 @@ class ParityDuty:
         run_id: str,
         world: int,
         chunk_bytes: int,
-        wanted: Callable[[str], bool],
         rate: Rate | None = None,
         wait_s: float = WAIT_S,
     ) -> None:
         """``connect`` gives a new link to the node at ``to`` of the group ``seats``, any ``m`` of which may be lost;
-        this node is at ``position``. ``wanted`` says of an image's name whether parity is made of it (no other node
-        copies it). ``wait_s`` as the other side has it."""
+        this node is at ``position``. ``wait_s`` as the other side has it."""
         self._connect = connect
         self._seats = seats
         self._m = m
@@ -105,7 +104,6 @@ class ParityDuty:
         self._run_id = run_id
         self._world = world
         self._chunk_bytes = chunk_bytes
-        self._wanted = wanted
         self._rate = rate
         self._wait_s = wait_s
 
@@ -125,7 +123,9 @@ class ParityDuty:
             self._to,
             [(rank, encode_records(own)) for rank, own in records.items()],
         )
-        images = [ImageOf(rank, one.name, one.nbytes, one.root) for rank, own in records.items() for one in own]
+        images = [
+            ImageOf(rank, one.name, one.nbytes, one.root) for rank, own in records.items() for one in own
+        ]
         group = group_of(
             self._seats,
             self._m,
@@ -142,13 +142,14 @@ class ParityDuty:
                     return expect(message, Kept).root
 
     def _records(self, pin: Pinned) -> list[ImageRecord]:
-        """Of the images that parity is made of; the snapshot is sealed if it is not yet."""
+        """Of the images that parity is made of: those that no other node copies from its own tensors. The snapshot is
+        sealed if it is not yet."""
         records = pin.sealed()
         if records is None:
             records = pin.compute()
             pin.seal(records)
         images = records[:-1] if STATE_IMAGE in pin.regions else records  # the state's comes last
-        return [record for record in images if self._wanted(record.name)]
+        return [record for record in images if not shared_with(record.name)]
 
     def _send(self, link: Link, wanted: Wanted, group: ParityGroup, pins: Mapping[int, Pinned]) -> None:
         for stripe, chunk in wanted.stripes:

@@ -56,8 +56,8 @@ class ParityKeeper:
         complete: Callable[[], Key | None],
         wait_s: float = WAIT_S,
     ) -> None:
-        """``complete`` says W, or after a resume the adopted snapshot: parity of it is never overwritten. A member waits
-        for the others for as long as anything moved within ``wait_s``."""
+        """``complete`` says W, or after a resume the adopted snapshot: parity of it is never overwritten. A member is
+        kept waiting for the others for as long as anything moved within ``wait_s``."""
         self._directory = directory
         self._run_key = run_key
         self._node = node
@@ -132,13 +132,16 @@ class ParityKeeper:
             return [arena for arena in (self._arena, *self._outgrown) if arena is not None]
 
     def drop(self, below: Key) -> None:
-        """Former arenas that hold nothing of ``below`` (W) or newer go."""
+        """Former arenas that hold nothing of ``below`` (W) or newer go; so they do after each new snapshot."""
         with self._changed:
-            for arena in list(self._outgrown):
-                if all(found.key < below for found in arena.snapshots()):
-                    arena.unlink()
-                    arena.close()
-                    self._outgrown.remove(arena)
+            self._drop(below)
+
+    def _drop(self, below: Key | None) -> None:
+        for arena in list(self._outgrown):
+            if below is not None and all(found.key < below for found in arena.snapshots()):
+                arena.unlink()
+                arena.close()
+                self._outgrown.remove(arena)
 
     def close(self) -> None:
         """Whoever sends is refused from now on; what is published stays in its arena."""
@@ -240,7 +243,9 @@ class ParityKeeper:
         self._clear()
         newest = _newest(self._arena) if self._arena is not None else None
         if newest is not None and newest > offer.key:
-            raise StepOrder("parity of a newer step is there", found=offer.step, expected=f"above {newest[1]}")
+            raise StepOrder(
+                "parity of a newer step is there", found=offer.step, expected=f"above {newest[1]}"
+            )
         self._building = Building(*wanted)
         return self._building
 
@@ -273,11 +278,15 @@ class ParityKeeper:
 
     def _take_all(self, link: Link, building: Building, position: int, turn: int) -> None:
         """Receive what a member owes; what came damaged is asked for again."""
-        for _ in range(TRIES_MAX):
+        for tries in range(1, TRIES_MAX + 1):
             damaged = self._take(link, building, position, turn)
             if damaged is None:
                 return
-        raise damaged
+            if tries == TRIES_MAX:  # its owner's memory is: no one needs to wait for it
+                with self._changed:
+                    building.give_up(damaged)
+                    self._changed.notify_all()
+                raise damaged
 
     def _take(self, link: Link, building: Building, position: int, turn: int) -> Damaged | None:
         """Ask once. Bytes behind damaged ones are received too, but not added."""
@@ -332,6 +341,7 @@ class ParityKeeper:
             finally:
                 self._changed.acquire()
             self._building, self._slot = None, None
+            self._drop(self._complete())
         except EverstepError as error:
             self._give_up(error)
             raise
@@ -346,7 +356,9 @@ class ParityKeeper:
         if patience.left_s() <= 0:
             raise AgentError(
                 f"node {self._node}: {what}, and nothing moved for {self._wait_s:g} s",
-                found=f"nothing from node(s) {', '.join(missing)}" if missing else "members that do not get on",
+                found=f"nothing from node(s) {', '.join(missing)}"
+                if missing
+                else "members that do not get on",
                 expected="the snapshots of all members of the group",
             )
         if patience.word_is_due():

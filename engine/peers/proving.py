@@ -66,7 +66,9 @@ class Prover:
             first = (offset + start) // chunk_bytes * HASH_BYTES
             found = chunk_hashes(part, chunk_bytes)
             if found != record.chunks[first : first + len(found)]:
-                bad += self._bad(name, offset + start, len(part), found, record.chunks[first : first + len(found)])
+                bad += self._bad(
+                    name, offset + start, len(part), found, record.chunks[first : first + len(found)]
+                )
         return bad
 
     def _bad(self, name: str, offset: int, nbytes: int, found: bytes, expected: bytes) -> list[Piece]:
@@ -74,7 +76,8 @@ class Prover:
         return [
             (name, offset + start, min(chunk_bytes, nbytes - start))
             for at, start in enumerate(range(0, nbytes, chunk_bytes))
-            if found[at * HASH_BYTES : (at + 1) * HASH_BYTES] != expected[at * HASH_BYTES : (at + 1) * HASH_BYTES]
+            if found[at * HASH_BYTES : (at + 1) * HASH_BYTES]
+            != expected[at * HASH_BYTES : (at + 1) * HASH_BYTES]
         ]
 
     def _is_right(self, name: str, view: memoryview) -> bool:

@@ -102,9 +102,7 @@ class Building:
     def waits_for(self) -> list[str]:
         """Names of the members that have not come yet."""
         return [
-            seat.name
-            for at, seat in enumerate(self.seats)
-            if at != self.position and at not in self._records
+            seat.name for at, seat in enumerate(self.seats) if at != self.position and at not in self._records
         ]
 
     def images(self) -> tuple[tuple[ImageOf, ...], ...]:
