@@ -15,9 +15,9 @@ from .format import names as file_names
 from .format.manifest import Decision, Manifest
 from .format.names import RUN
 from .format.records import IncarnationRecord, RunRecord
+from .holdings import Key as Key
 from .memory.arena import Arena
 from .memory.directory import find_arenas
-from .memory.slots import Pinned, SlotGone
 from .plan.lineage import Lineage
 from .store.blocking import run_blocking
 from .store.catalog import StepNames, complete_undecided, list_step, list_steps, read_decision, read_vote
@@ -28,30 +28,9 @@ COMMIT_GRACE_S = 2.0
 """How long a reader waits for the manifest of an attempt whose votes are all in."""
 COMMIT_POLL_S = 0.05
 
-Key = tuple[int, int]
-"""(incarnation, step)"""
-
 FALL_BACK = (Damaged, Pruned)
 """Errors of a checkpoint itself, after which an older one is tried. Others (a state that does not fit, storage
 that does not answer) end the load."""
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """One rank's snapshot in an arena of this node. How many ranks wrote it, the incarnation's record says: an
-    arena's header speaks of its present owner."""
-
-    incarnation: int
-    step: int
-    rank: int
-    arena: Arena
-    index: int
-    generation: int
-    layout_hash: str
-
-    @property
-    def key(self) -> Key:
-        return self.incarnation, self.step
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +69,6 @@ def open_arenas(directory: Path, kept: Sequence[Arena] = ()) -> Iterator[list[Ar
                 with contextlib.suppress(FileNotFoundError, EverstepError):
                     found.append(stack.enter_context(Arena.attach(info.path)))
         yield found
-
-
-def look_in_memory(arenas: Sequence[Arena], run_id: str) -> list[Held]:
-    """All snapshots of the run in ``arenas``."""
-    held: list[Held] = []
-    for arena in arenas:
-        info = arena.info
-        if info.run_id == run_id:
-            held += [
-                Held(s.incarnation, s.step, info.rank, arena, s.index, s.generation, s.layout_hash)
-                for s in arena.snapshots()
-            ]
-    return held
 
 
 class Proposals:
@@ -261,19 +227,3 @@ def is_durable(backend: Backend, key: Key) -> bool:
         return run_blocking(read())
     except FALL_BACK:
         return False
-
-
-@contextlib.contextmanager
-def pinned(held: Sequence[Held], key: Key) -> Iterator[dict[int, Pinned]]:
-    """Pins on every rank's snapshot of ``key`` on this node, released at the end; Damaged if one went away."""
-    with contextlib.ExitStack() as stack:
-        pins: dict[int, Pinned] = {}
-        for one in held:
-            if one.key == key:
-                try:
-                    pins[one.rank] = stack.enter_context(one.arena.pin(one.index, one.generation))
-                except SlotGone as error:
-                    raise Pruned(
-                        f"the snapshot of step {key[1]} left memory while it was looked for", step=key[1]
-                    ) from error
-        yield pins

@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .backends.api import Backend
@@ -43,7 +43,12 @@ LOOKS_MAX = 20
 @dataclass(frozen=True, slots=True)
 class Recovery:
     """What a load did: the step, the tier that gave it ("memory" or "disk"), the seconds it took, and what was
-    passed over on the way (newer steps that could not be used, bytes that came from a second holder)."""
+    passed over on the way (newer steps that could not be used).
+
+    ``sources`` are the bytes that this rank read of images (whole chunks, so a little more than ``nbytes``), by where
+    they lay: "own" (arenas of this node's ranks), "held" (what this node holds for others), "peer" (another node's
+    memory), "rebuilt" (from parity), "disk". ``fallbacks`` are what the nearest holder did not give rightly, and who
+    gave it instead."""
 
     step: int
     incarnation: int
@@ -53,6 +58,8 @@ class Recovery:
     skipped: tuple[str, ...] = ()
     loosened: tuple[str, ...] = ()
     config_changes: Mapping[str, Any] | None = None
+    sources: Mapping[str, int] = field(default_factory=dict)
+    fallbacks: tuple[str, ...] = ()
 
 
 class Loader:
@@ -131,7 +138,14 @@ class Loader:
     def _done(
         self, candidate: Candidate, filled: Filled, changes: dict[str, Any], seconds: float
     ) -> Recovery:
-        log.info("everstep: step %d loaded from %s in %.2f s", candidate.step, filled.tier, seconds)
+        whence = ", ".join(f"{kind} {nbytes}" for kind, nbytes in sorted(filled.sources.items()))
+        log.info(
+            "everstep: step %d loaded from %s in %.2f s (bytes by holder: %s)",
+            candidate.step,
+            filled.tier,
+            seconds,
+            whence or "none",
+        )
         return Recovery(
             step=candidate.step,
             incarnation=candidate.incarnation,
@@ -141,6 +155,8 @@ class Loader:
             skipped=tuple(self._skipped),
             loosened=filled.loosened,
             config_changes=changes,
+            sources=dict(filled.sources),
+            fallbacks=filled.fallbacks,
         )
 
     # -- finding
@@ -239,9 +255,8 @@ class Loader:
     def _open(self, run: RunRecord, candidate: Candidate, stack: ExitStack) -> list[Source]:
         """The holders of the candidate, nearest first."""
         sources: list[Source] = []
-        memory = self._nodes.open(candidate, run.chunk_bytes, stack) if candidate.in_memory else None
-        if memory is not None:
-            sources.append(memory)
+        if candidate.in_memory:
+            sources += self._nodes.open(candidate, run.chunk_bytes, stack)
         if candidate.on_disk:
             sources.append(open_durable(self._backend, run, candidate.key))
         return sources

@@ -1,5 +1,5 @@
-"""What the arenas of all nodes hold together, and reading it: from this node's own arenas, else from the node that
-has it, whose first rank serves it while the others load."""
+"""What the memory of all nodes holds together, and reading it: from this node's own arenas, from what it keeps for
+other nodes, else from a node that has it, whose first rank serves it while the others load."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import asyncio
 import contextlib
 import os
 import secrets
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from .discovery import Candidate, Held, Key, look_in_memory, pinned
+from .discovery import Candidate
 from .errors import EverstepError
 from .exchange.client import CONNECTIONS, PeerSource
 from .exchange.errors import PeerLost
@@ -24,17 +25,21 @@ from .exchange.server import Server, Shelf
 from .format.constants import HASH_BYTES
 from .format.hashing import rank_root
 from .format.vote import STATE_IMAGE
+from .holdings import Copies, Found, Key, look_in_memory, pin_copies
 from .memory.arena import Arena
+from .memory.header import Kind
 from .memory.process import boot_id
-from .memory.slots import Pinned
 from .peers.address import own_address
 from .ranks import Ranks
 from .store.blocking import run_blocking
 from .store.flush import IMAGE_REGION, LAYOUT_REGION, META_REGION
-from .store.sources import ArenaSource, Source, UnionSource
+from .store.sources import HELD, OWN, ArenaSource, Source
 
 CONNECTIONS_MAX = 4096
 """Of all readers to one node."""
+
+LABELS = {Kind.OWN: ("memory", OWN), Kind.HELD: ("memory held for another node", HELD)}
+"""How sources of this node's arenas are called, and of which kind they are."""
 
 _MARK = "\0"
 
@@ -46,6 +51,90 @@ def node_of(name: str, directory: Path) -> str:
     return _MARK.join((name, boot_id(), f"{found.st_dev}:{found.st_ino}"))
 
 
+class Copy(NamedTuple):
+    """One snapshot of a rank on a node, as the node's first rank tells of it: which of the rank's it is there, its
+    kind, and the images that it lacks."""
+
+    number: int
+    kind: Kind
+    lacks: frozenset[str]
+
+
+class PeerPart(NamedTuple):
+    """What a reader takes from another node: of each of ``ranks`` that node's snapshot ``copy``."""
+
+    node: str
+    copy: int
+    ranks: frozenset[int]
+
+
+class Standing:
+    """Who has what, the same on all ranks: by node, (incarnation, step) and saved rank its snapshots, own ones
+    first."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, dict[Key, dict[int, list[Copy]]]] = {}
+
+    def add(self, node: str, told: Sequence[Sequence[Any]]) -> None:
+        """``told`` is :func:`told_of` of what was found there."""
+        here = self._nodes.setdefault(node, defaultdict(lambda: defaultdict(list)))
+        for incarnation, step, rank, kind, lacks in told:
+            some = here[incarnation, step][rank]
+            some.append(Copy(len(some), Kind(kind), frozenset(lacks)))
+
+    @property
+    def nodes(self) -> list[str]:
+        return list(self._nodes)
+
+    def keys(self) -> set[Key]:
+        return {key for here in self._nodes.values() for key in here}
+
+    def of(self, node: str, key: Key) -> Mapping[int, Sequence[Copy]]:
+        """By saved rank what the node has."""
+        return self._nodes[node].get(key, {})
+
+    def lacking(self, key: Key) -> dict[int, frozenset[str]]:
+        """By saved rank of which any node knows, the images that no node has."""
+        found: dict[int, frozenset[str]] = {}
+        for node in self._nodes:
+            for rank, copies in self.of(node, key).items():
+                for copy in copies:
+                    found[rank] = found.get(rank, copy.lacks) & copy.lacks
+        return found
+
+    def complete(self, key: Key) -> set[int]:
+        """The saved ranks of which all nodes together have every image."""
+        return {rank for rank, lacks in self.lacking(key).items() if not lacks}
+
+    def parts(self, reader: str, key: Key, world: int) -> list[PeerPart]:
+        """From whom the ranks on node ``reader`` take what is not in its own memory, best first: of each rank that it
+        has not whole, a node that has; of several, readers take different ones. Then whatever else other nodes
+        have, for the case that the former fail."""
+        whole: dict[int, list[tuple[str, int]]] = defaultdict(list)
+        for node in self._nodes:
+            for rank, copies in self.of(node, key).items():
+                whole[rank] += [(node, copy.number) for copy in copies if not copy.lacks][:1]
+        first = self.nodes.index(reader)
+        taken: dict[tuple[str, int], set[int]] = defaultdict(set)
+        for rank, holders in whole.items():
+            if rank < world and holders and all(node != reader for node, _ in holders):
+                taken[holders[(first + rank) % len(holders)]].add(rank)
+        found = [PeerPart(*place, frozenset(ranks)) for place, ranks in taken.items()]
+        for node in self.nodes[first + 1 :] + self.nodes[:first]:
+            spare: dict[int, set[int]] = defaultdict(set)
+            for rank, copies in self.of(node, key).items():
+                for copy in copies:
+                    if rank < world and rank not in taken.get((node, copy.number), ()):
+                        spare[copy.number].add(rank)
+            found += [PeerPart(node, number, frozenset(ranks)) for number, ranks in sorted(spare.items())]
+        return found
+
+
+def told_of(found: Sequence[Found]) -> list[list[Any]]:
+    """What a node's first rank tells of its memory, as plain values."""
+    return [[one.incarnation, one.step, one.rank, one.kind.value, sorted(one.lacks)] for one in found]
+
+
 class Nodes:
     """One rank's view of all nodes' memory. All ranks make the same calls; ``arenas`` are this node's."""
 
@@ -54,30 +143,23 @@ class Nodes:
         self._arenas = arenas
         self._node = node
         self._timeout_s = timeout_s
-        self._held: list[Held] = []
+        self._found: list[Found] = []
         self._places: list[str] = []
-        self._where: dict[str, dict[Key, set[int]]] = {}
+        self._standing = Standing()
         self._offers: dict[str, Offer | str] = {}
 
     def look(self, run_id: str) -> dict[Key, set[int]]:
-        """By (incarnation, step) the saved ranks whose snapshots lie on any node. Every rank gets the same."""
-        self._held = look_in_memory(self._arenas, run_id)
+        """By (incarnation, step) the saved ranks whose snapshots all nodes together have. Every rank gets the same."""
+        self._found = look_in_memory(self._arenas, run_id)
         self._places = self._ranks.agree("comparing nodes", self._node, timeout_s=self._timeout_s)
-        mine = (
-            [[h.incarnation, h.step, h.rank, h.generation, h.layout_hash] for h in self._held]
-            if self._is_first
-            else []
-        )
+        mine = told_of(self._found) if self._is_first else []
         told = self._ranks.agree("looking into memory", mine, timeout_s=self._timeout_s)
-        self._where = {}
-        union: dict[Key, set[int]] = defaultdict(set)
+        self._standing = Standing()
         for rank, place in enumerate(self._places):
             if self._places.index(place) == rank:
-                here = self._where[place] = defaultdict(set)
-                for incarnation, step, saved, _, _ in told[rank]:
-                    here[incarnation, step].add(saved)
-                    union[incarnation, step].add(saved)
-        return dict(union)
+                self._standing.add(place, told[rank])
+        known = self._standing.keys()
+        return {key: self._standing.complete(key) for key in known}
 
     @property
     def _is_first(self) -> bool:
@@ -85,41 +167,20 @@ class Nodes:
 
     # -- serving
 
-    def _served(self, candidate: Candidate) -> dict[str, set[int]]:
-        """By node the saved ranks that another node has to get from it. Of two that have one, the first serves."""
-        wanted: dict[str, set[int]] = defaultdict(set)
-        for reader in self._where:
-            for rank, holder in self._holders(candidate, reader).items():
-                if holder != reader:
-                    wanted[holder].add(rank)
-        return wanted
-
-    def _holders(self, candidate: Candidate, reader: str) -> dict[int, str]:
-        """By saved rank the node from whose memory ``reader`` takes it: its own, else the first that has it."""
-        key = candidate.key
-        nearest = [reader, *(node for node in self._where if node != reader)]
-        found: dict[int, str] = {}
-        for node in nearest:
-            for rank in self._where[node].get(key, ()):
-                if rank < candidate.world:
-                    found.setdefault(rank, node)
-        return found
-
     @contextlib.contextmanager
     def serving(self, candidate: Candidate, chunk_bytes: int) -> Iterator[None]:
         """While inside, what other nodes need of the candidate's snapshots can be read by them. All ranks enter
         together, and leave only after they agreed on what became of it."""
         self._offers = {}
-        served = self._served(candidate) if candidate.in_memory else {}
-        if not served:
+        if not candidate.in_memory or len(self._standing.nodes) == 1:
             yield
             return
         with ExitStack() as stack:
             mine: Any = None
-            if self._is_first and self._node in served:
+            if self._is_first and self._standing.of(self._node, candidate.key):
                 try:
                     mine = msgspec.to_builtins(
-                        self._offer(candidate, served[self._node], chunk_bytes, stack), builtin_types=(bytes,)
+                        self._offer(candidate, chunk_bytes, stack), builtin_types=(bytes,)
                     )
                 except (EverstepError, OSError) as error:
                     mine = f"{type(error).__name__}: {error}"
@@ -130,87 +191,132 @@ class Nodes:
                     self._offers[self._places[rank]] = told_as
             yield
 
-    def _offer(self, candidate: Candidate, ranks: set[int], chunk_bytes: int, stack: ExitStack) -> Offer:
-        """Pin and seal the slots, and serve them until ``stack`` ends."""
-        pins = stack.enter_context(pinned([h for h in self._held if h.rank in ranks], candidate.key))
-        if set(pins) != ranks:
-            raise PeerLost("the snapshot left memory", found=sorted(pins), expected=sorted(ranks))
-        source = ArenaSource(pins, chunk_bytes, world=candidate.world)
+    def _offer(self, candidate: Candidate, chunk_bytes: int, stack: ExitStack) -> Offer:
+        """Pin and seal the slots, and serve them until ``stack`` ends. What cannot be proved is left out."""
+        copies = pin_copies(self._found, candidate.key, stack, range(candidate.world))
+        problems: list[str] = []
 
-        async def prove() -> list[tuple[int, Proof, Shelf]]:
-            return list(await asyncio.gather(*(_prove(source, rank, pin) for rank, pin in pins.items())))
+        async def prove() -> list[tuple[Proof, Shelf] | None]:
+            proving = []
+            for some in copies:
+                source = self._source(some, candidate, chunk_bytes)
+                proving += [_prove(source, some, rank, problems) for rank in some.pins]
+            return list(await asyncio.gather(*proving))
 
-        proved = run_blocking(prove())
+        proved = [one for one in run_blocking(prove()) if one is not None]
         token = secrets.token_bytes(TOKEN_BYTES)
         server = Server(
-            {rank: shelf for rank, _, shelf in proved},
+            {(proof.rank, proof.copy): shelf for proof, shelf in proved},
             token,
             host=own_address(),
             connections_max=min(CONNECTIONS * self._ranks.world, CONNECTIONS_MAX),
             idle_s=self._timeout_s,
         )
         stack.callback(server.close)
-        return Offer(server.host, server.port, token, [proof for _, proof, _ in proved])
+        return Offer(server.host, server.port, token, [proof for proof, _ in proved], problems)
 
     # -- reading
 
-    def open(self, candidate: Candidate, chunk_bytes: int, stack: ExitStack) -> Source | None:
-        """The candidate in all nodes' memory as one source, open until ``stack`` ends. Where a part of it cannot be
-        had: None if the candidate is on disk too, else PeerLost. Pruned if this node's slots were reused."""
-        holders = self._holders(candidate, self._node)
-        own = {rank for rank, node in holders.items() if node == self._node}
-        parts: list[Source] = []
-        problems: list[str] = []
-        pins = stack.enter_context(pinned([h for h in self._held if h.rank in own], candidate.key))
-        if pins:
-            parts.append(ArenaSource(pins, chunk_bytes, world=candidate.world))
-        if own - set(pins):
-            problems.append(f"rank(s) {sorted(own - set(pins))} are out of this process's sight")
-        for node in dict.fromkeys(holders.values()):
-            if node == self._node:
-                continue
-            offer, name = self._offers.get(node, "no offer"), node.split(_MARK)[0]
-            if isinstance(offer, str):
-                problems.append(f"node {name}: {offer}")
-                continue
-            ranks = {rank for rank, holder in holders.items() if holder == node}
-            peer = PeerSource(
-                offer,
-                ranks,
-                key=candidate.key,
-                world=candidate.world,
-                chunk_bytes=chunk_bytes,
-                node=name,
-                io_s=IO_S,
-            )
-            stack.callback(_close, peer)
-            parts.append(peer)
-        if problems and not candidate.on_disk:
+    def open(self, candidate: Candidate, chunk_bytes: int, stack: ExitStack) -> list[Source]:
+        """Who has the candidate in memory, nearest first, open until ``stack`` ends: this node's arenas, what it holds
+        for others, other nodes. Where a part of it cannot be had, and it is not on disk either, PeerLost. Pruned if
+        this node's slots were reused."""
+        sources: list[Source] = []
+        lacking: dict[int, frozenset[str]] = {}
+
+        def add(source: Source, lacks: Mapping[int, frozenset[str]]) -> None:
+            sources.append(source)
+            for rank, images in lacks.items():
+                lacking[rank] = lacking.get(rank, images) & images
+
+        for some in pin_copies(self._found, candidate.key, stack, range(candidate.world)):
+            add(self._source(some, candidate, chunk_bytes), some.lacks)
+        problems: dict[str, None] = {}
+        for part in self._standing.parts(self._node, candidate.key, candidate.world):
+            lacks = self._offered(part, problems)
+            if lacks:
+                add(self._peer(part, frozenset(lacks), candidate, chunk_bytes, stack), lacks)
+        missing = [rank for rank in range(candidate.world) if lacking.get(rank, {""})]
+        if missing and not candidate.on_disk:
             raise PeerLost(
                 f"step {candidate.step} cannot be read from memory",
-                found="; ".join(problems),
-                expected="the snapshots of all ranks",
+                found="; ".join(problems) or "out of this process's sight",
+                expected=f"the snapshots of all ranks; rank(s) {missing} are missing",
                 name="memory",
             )
-        return None if problems else UnionSource(parts)
+        for problem in problems:
+            warnings.warn(f"everstep: step {candidate.step}: {problem}", RuntimeWarning, stacklevel=4)
+        return sources
+
+    def _source(self, some: Copies, candidate: Candidate, chunk_bytes: int) -> ArenaSource:
+        label, kind = LABELS[some.kind]
+        return ArenaSource(some.pins, chunk_bytes, label, world=candidate.world, kind=kind, lacks=some.lacks)
+
+    def _offered(self, part: PeerPart, problems: dict[str, None]) -> dict[int, frozenset[str]]:
+        """What of ``part`` is really offered: by rank the images that are missing in it."""
+        offer, name = self._offers.get(part.node, "no offer"), part.node.split(_MARK)[0]
+        if isinstance(offer, str):
+            problems[f"memory of node {name}: {offer}"] = None
+            return {}
+        problems.update(dict.fromkeys(f"memory of node {name}: {problem}" for problem in offer.problems))
+        return {
+            proof.rank: frozenset(proof.lacks)
+            for proof in offer.proofs
+            if proof.copy == part.copy and proof.rank in part.ranks
+        }
+
+    def _peer(
+        self,
+        part: PeerPart,
+        ranks: frozenset[int],
+        candidate: Candidate,
+        chunk_bytes: int,
+        stack: ExitStack,
+    ) -> PeerSource:
+        offer = self._offers[part.node]
+        assert isinstance(offer, Offer)
+        peer = PeerSource(
+            offer,
+            ranks,
+            key=candidate.key,
+            world=candidate.world,
+            chunk_bytes=chunk_bytes,
+            node=part.node.split(_MARK)[0],
+            copy=part.copy,
+            io_s=IO_S,
+        )
+        stack.callback(_close, peer)
+        return peer
 
 
 def _close(peer: PeerSource) -> None:
     run_blocking(peer.close())
 
 
-async def _prove(source: ArenaSource, rank: int, pin: Pinned) -> tuple[int, Proof, Shelf]:
-    """What is offered of one saved rank, all of it checked here once."""
-    records = await source.records(rank)
-    await source.layout(rank)
-    await source.meta(rank)
+async def _prove(
+    source: ArenaSource, some: Copies, rank: int, problems: list[str]
+) -> tuple[Proof, Shelf] | None:
+    """What is offered of one snapshot, all of it checked here once; None, and a problem, where that fails."""
+    pin = some.pins[rank]
+    try:
+        records = await source.records(rank)
+        await source.layout(rank)
+        await source.meta(rank)
+    except EverstepError as error:
+        problems.append(f"{source.label}, rank {rank}: {error}")
+        return None
+    present = [name for name in records if source.has(rank, name)]
     images: Mapping[str, memoryview] = {
-        name: pin.view(name if name == STATE_IMAGE else IMAGE_REGION + name) for name in records
+        name: pin.view(name if name == STATE_IMAGE else IMAGE_REGION + name) for name in present
     }
-    meta = pin.view(META_REGION)
-    ordered = list(records.values())
+    meta, ordered = pin.view(META_REGION), list(records.values())
     proof = Proof(
-        rank, pin.info.generation, pin.info.layout_hash, rank_root(ordered), bytes(meta[:HASH_BYTES])
+        rank,
+        pin.info.generation,
+        pin.info.layout_hash,
+        rank_root(ordered),
+        bytes(meta[:HASH_BYTES]),
+        some.numbers[rank],
+        sorted(some.lacks[rank]),
     )
-    shelf = Shelf(meta, pin.view(LAYOUT_REGION), memoryview(encode_records(ordered)), images)
-    return rank, proof, shelf
+    return proof, Shelf(meta, pin.view(LAYOUT_REGION), memoryview(encode_records(ordered)), images)

@@ -27,7 +27,7 @@ from .state.restore import RestorePlan, plan_restore, plan_values
 from .state.rng import RandomState
 from .state.trainstate import TrainState
 from .store.fill import FillReport
-from .store.sources import Source
+from .store.sources import KINDS, Source
 
 PROOF_BYTES_MAX = 256 << 20
 """Tensors that several ranks have for themselves are read from all of them, to see whether they are equal, up to
@@ -43,12 +43,22 @@ RNG = "rng"
 @dataclass(frozen=True, slots=True)
 class Filled:
     """What one rank's reading gave: the tier, the bytes that were copied, what was loosened, and, where plain
-    values were asked for, those."""
+    values were asked for, those. ``sources`` are the bytes that were read by the kind of their holder (one of
+    :data:`~.store.sources.KINDS`), ``fallbacks`` what came from another than the nearest, and why."""
 
     tier: str
     nbytes: int
     loosened: tuple[str, ...] = ()
     values: Any = None
+    sources: Mapping[str, int] = field(default_factory=dict)
+    fallbacks: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, report: FillReport, **more: Any) -> Filled:
+        """``report`` is of the filling from ``checkpoint``."""
+        sources = {kind: nbytes for kind, nbytes in report.kind_bytes.items() if kind in KINDS and nbytes}
+        fallbacks = checkpoint.fallbacks(report)
+        return cls(checkpoint.tier, report.nbytes, sources=sources, fallbacks=fallbacks, **more)
 
 
 Reading = Callable[[Callable[[], Sequence[Source]], Phases], Filled]
@@ -85,7 +95,7 @@ def as_values(rank: int, parts: Collection[str] | None, keys: Collection[str] | 
         skeleton = merged(saved) if len(saved) > 1 else Skeleton.of(saved[0])
         plan = plan_values(skeleton, parts=parts, keys=keys)
         report = checkpoint.fill(plan.wanted(), plan.sources())
-        return Filled(checkpoint.tier, report.nbytes, values=plan.finish())
+        return Filled.of(checkpoint, report, values=plan.finish())
 
     return read
 
@@ -246,7 +256,7 @@ class _Load:
                 RuntimeWarning,
                 stacklevel=4,
             )
-        return Filled(checkpoint.tier, report.nbytes, tuple(loosened))
+        return Filled.of(checkpoint, report, loosened=tuple(loosened))
 
     def _reader(self, entry: Entry, source: int) -> int | None:
         """As which rank at the save an entry is read."""

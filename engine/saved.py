@@ -9,15 +9,16 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from typing import Any, TypeVar
 
 from .discovery import FALL_BACK
-from .errors import EverstepError
+from .errors import Damaged, EverstepError
 from .format.entries import Entry, Layout
+from .memory.errors import ArenaGone, SlotGone
 from .phases import Phases
 from .plan.reads import Read, plan_reads
 from .sharing import shared_fill
 from .state.codec import StateImage
 from .state.merge import Saved
 from .store.blocking import run_blocking
-from .store.fill import FillReport, fill
+from .store.fill import Fallback, FillReport, fill
 from .store.sources import DurableSource, Source
 
 PARALLEL = 16
@@ -30,8 +31,9 @@ Wanted = Sequence[tuple[Entry, memoryview]]
 
 
 class Checkpoint:
-    """One checkpoint as ``sources`` have it, nearest first. What is read of one rank comes from the first that has
-    it right. Layouts are read when this is made, all ranks'; state images when they are asked for."""
+    """One checkpoint as ``sources`` have it, nearest first; each may have some ranks only. What is read of one rank
+    comes from the first that has it right. Layouts are read when this is made, all ranks'; state images when they are
+    asked for."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
@@ -95,8 +97,8 @@ class Checkpoint:
 
     def _told(self, report: FillReport) -> FillReport:
         """``report``, its fallbacks told as warnings."""
-        for fallback in report.fallbacks:
-            self._warn(f"{fallback.source}: {fallback.error}; the bytes came from {fallback.served_by}")
+        for text in dict.fromkeys(map(fallback_text, report.fallbacks)):
+            self._warn(text)
         return report
 
     def _reads(
@@ -137,19 +139,31 @@ class Checkpoint:
 
     async def _from_first(self, rank: int, read: Callable[[Source, int], Awaitable[T]]) -> T:
         holders = [source for source in self._sources if rank in source.ranks]
+        if not holders:
+            raise Damaged(
+                f"nobody has rank {rank} of step {self.step}", found="nothing", expected="a holder", name=""
+            )
         for source in holders[:-1]:
             try:
                 return await read(source, rank)
-            except FALL_BACK as error:
+            except (*FALL_BACK, SlotGone, ArenaGone) as error:
                 self._note(source, error)
         return await read(holders[-1], rank)
 
     def _note(self, source: Source, error: EverstepError) -> None:
-        self._failed.setdefault(f"{source.label}: {error}")
+        self._failed.setdefault(f"{source.label}: {error}; another holder was asked")
+
+    def fallbacks(self, report: FillReport) -> tuple[str, ...]:
+        """What was read from another holder than the nearest, and why."""
+        return tuple(dict.fromkeys((*self._failed, *map(fallback_text, report.fallbacks))))
 
     @staticmethod
     def _warn(text: str) -> None:
         warnings.warn(f"everstep: {text}", RuntimeWarning, stacklevel=5)
+
+
+def fallback_text(fallback: Fallback) -> str:
+    return f"{fallback.source}: {fallback.error}; the bytes came from {fallback.served_by}"
 
 
 def _targets(wanted: Wanted) -> dict[int, memoryview]:

@@ -56,6 +56,8 @@ TEXT_MAX = 250
 """Most characters (of up to three bytes, as a rule) of one text of an error that is told through its page."""
 
 LABEL = "memory shared by the node's ranks"
+SHARED = "shared"
+"""Kind of source: where the bytes came from, the rank says that read them."""
 
 
 @contextlib.contextmanager
@@ -503,6 +505,8 @@ class _Window:
 class _RoundSource:
     """The round's memory as a source: images of which only some chunks are there."""
 
+    kind = SHARED
+
     def __init__(
         self,
         sources: Sequence[Source],
@@ -531,6 +535,9 @@ class _RoundSource:
 
     async def state(self, rank: int) -> bytes:
         return await self._sources[0].state(rank)
+
+    def has(self, rank: int, image: str) -> bool:
+        return (rank, image) in self._windows
 
     async def check_image(self, rank: int, image: str) -> None:
         """Nothing to ask: what is there is proved chunk by chunk."""

@@ -13,7 +13,7 @@ from everstep.format.layout import Layout, decode, layout_hash
 from everstep.format.vote import STATE_IMAGE, ImageRecord
 from everstep.peers.address import ADDRESS
 from everstep.store.flush import read_meta
-from everstep.store.sources import check_chunks, check_images, check_record, once
+from everstep.store.sources import PEER, check_chunks, check_images, check_record, once
 
 from .errors import PeerLost
 from .protocol import (
@@ -24,6 +24,7 @@ from .protocol import (
     Offer,
     Request,
     Violation,
+    What,
     decode_records,
     decode_reply,
     receive_frame,
@@ -37,7 +38,7 @@ CONNECTIONS = 4
 
 
 class PeerSource:
-    """The ``ranks`` of a checkpoint that another node offers.
+    """The ``ranks`` of a checkpoint that another node offers: of each its ``copy``.
 
     What counts is the offer, which came through the job's store: layouts are proved by their hash, the records of
     all images by the rank's root, meta by its hash; the reader proves images against the records, chunk by chunk.
@@ -54,6 +55,7 @@ class PeerSource:
         world: int,
         chunk_bytes: int,
         node: str,
+        copy: int = 0,
         io_s: float = IO_S,
     ) -> None:
         self.incarnation, self.step = key
@@ -62,7 +64,8 @@ class PeerSource:
         self.label = f"memory of node {node}"
         self.ranks = frozenset(ranks)
         self._offer = offer
-        self._proofs = {proof.rank: proof for proof in offer.proofs}
+        self._copy = copy
+        self._proofs = {proof.rank: proof for proof in offer.proofs if proof.copy == copy}
         self._io_s = io_s
         self._room = asyncio.Semaphore(CONNECTIONS)
         self._idle: list[socket.socket] = []
@@ -72,8 +75,13 @@ class PeerSource:
 
     # -- as a source
 
+    kind = PEER
+
+    def has(self, rank: int, image: str) -> bool:
+        return image not in self._proofs[rank].lacks
+
     async def meta(self, rank: int) -> dict[str, Any]:
-        data = await self._blob(Request("meta", rank))
+        data = await self._blob(self._request("meta", rank))
         expected = self._proofs[rank].meta_hash
         if data[: len(expected)] != expected:
             self._lie(f"meta of rank {rank}", data[: len(expected)].hex(), expected.hex())
@@ -86,7 +94,7 @@ class PeerSource:
         return layout
 
     async def _fetch_layout(self, rank: int, key: str) -> Layout:
-        data = await self._blob(Request("layout", rank))
+        data = await self._blob(self._request("layout", rank))
         if layout_hash(data) != key:
             self._lie(f"layout of rank {rank}", layout_hash(data), key)
         return await asyncio.to_thread(decode, data)
@@ -95,7 +103,7 @@ class PeerSource:
         return await once(self._records, rank, lambda: self._fetch_records(rank))
 
     async def _fetch_records(self, rank: int) -> dict[str, ImageRecord]:
-        data = await self._blob(Request("records", rank))
+        data = await self._blob(self._request("records", rank))
         try:
             records = decode_records(data)
         except Damaged as error:
@@ -122,7 +130,10 @@ class PeerSource:
             raise Damaged(f"{name}: no such image", found="nothing", expected="a record", name=name)
 
     async def read_into(self, rank: int, image: str, offset: int, view: memoryview) -> None:
-        await self._ask(Request("read", rank, image, offset, len(view)), view)
+        await self._ask(Request("read", rank, image, offset, len(view), self._copy), view)
+
+    def _request(self, what: What, rank: int) -> Request:
+        return Request(what, rank, copy=self._copy)
 
     def mapped(self, rank: int, image: str) -> memoryview | None:
         return None

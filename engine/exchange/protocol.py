@@ -48,13 +48,15 @@ LOST = (OSError, EOFError, asyncio.TimeoutError, Violation)
 
 
 class Request(msgspec.Struct, forbid_unknown_fields=True):
-    """``what`` of the saved rank ``rank``; for "read" ``nbytes`` of ``image`` from ``offset`` on."""
+    """``what`` of the saved rank ``rank``; for "read" ``nbytes`` of ``image`` from ``offset`` on. ``copy``: of which
+    of the node's snapshots of that rank."""
 
     what: What
     rank: int
     image: str = ""
     offset: int = 0
     nbytes: int = 0
+    copy: int = 0
 
 
 class Reply(msgspec.Struct, forbid_unknown_fields=True):
@@ -66,22 +68,27 @@ class Reply(msgspec.Struct, forbid_unknown_fields=True):
 
 class Proof(msgspec.Struct):
     """What a saved rank's snapshot must be: told through the job's store, it binds all that comes over the
-    connection. ``root`` is over the records of all the rank's images."""
+    connection. ``root`` is over the records of all the rank's images. A node may have several ``copy`` of one rank;
+    ``lacks`` are images that are not in this one."""
 
     rank: int
     generation: int
     layout_hash: str
     root: bytes
     meta_hash: bytes
+    copy: int = 0
+    lacks: list[str] = []
 
 
 class Offer(msgspec.Struct):
-    """Where a node's memory is served, to whom knows the token, and what is there."""
+    """Where a node's memory is served, to whom knows the token, and what is there. ``problems``: what could not be
+    offered."""
 
     host: str
     port: int
     token: bytes
     proofs: list[Proof]
+    problems: list[str] = []
 
 
 def decode_request(data: bytes) -> Request:

@@ -68,7 +68,8 @@ class Shelf:
 
 
 class Server:
-    """Gives whoever knows ``token`` what lies on the ``shelves`` (by saved rank). ``port`` is the system's choice.
+    """Gives whoever knows ``token`` what lies on the ``shelves`` (by saved rank and copy). ``port`` is the system's
+    choice.
 
     At most ``connections_max`` connections are served; more wait. One that says nothing for ``idle_s`` is closed,
     one whose messages take longer than ``io_s`` (and their bytes) too.
@@ -76,7 +77,7 @@ class Server:
 
     def __init__(
         self,
-        shelves: Mapping[int, Shelf],
+        shelves: Mapping[tuple[int, int], Shelf],
         token: bytes,
         *,
         host: str,
@@ -177,10 +178,10 @@ class Server:
         await send_frame(sock, Reply(0), self._io_s)
 
     async def _answer(self, sock: socket.socket, request: Request) -> None:
-        shelf = self._shelves.get(request.rank)
+        shelf = self._shelves.get((request.rank, request.copy))
         try:
             if shelf is None:
-                raise Violation(f"nothing of rank {request.rank}")
+                raise Violation(f"nothing of rank {request.rank}, copy {request.copy}")
             found = shelf.find(request)
         except Violation as error:
             await send_frame(sock, Reply(0, str(error)[:TEXT_MAX]), self._io_s)

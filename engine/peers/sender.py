@@ -82,7 +82,10 @@ def _regions(pinned: Pinned, records: Sequence[ImageRecord]) -> list[tuple[str, 
     """What is offered, in the order in which it would be sent."""
     images = [(name, nbytes) for name, nbytes in pinned.regions.items() if name.startswith(IMAGE_PREFIX)]
     missing = [name for name in SMALL_REGIONS if name not in pinned.regions]
-    named = [(record_name(name), nbytes) for name, nbytes in [*images, (STATE_REGION, pinned.regions.get(STATE_REGION))]]
+    named = [
+        (record_name(name), nbytes)
+        for name, nbytes in [*images, (STATE_REGION, pinned.regions.get(STATE_REGION))]
+    ]
     if missing or named != [(record.name, record.nbytes) for record in records]:
         raise BadOption(
             "the records are not those of the snapshot that is to be sent",

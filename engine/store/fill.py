@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -56,12 +56,14 @@ class Fallback:
 
 @dataclass(slots=True)
 class FillReport:
-    """``nbytes`` were copied into targets; ``read_bytes`` were read (or hashed in place), by source. Of the
-    ``fallbacks_count`` fallbacks the first ``FALLBACKS_MAX`` are kept."""
+    """``nbytes`` were copied into targets; ``read_bytes`` were read rightly (or hashed in place), by source, and
+    ``kind_bytes`` are the same by kind of source. Of the ``fallbacks_count`` fallbacks the first ``FALLBACKS_MAX`` are
+    kept."""
 
     nbytes: int = 0
     pieces: int = 0
     read_bytes: dict[str, int] = field(default_factory=dict)
+    kind_bytes: dict[str, int] = field(default_factory=dict)
     fallbacks: list[Fallback] = field(default_factory=list)
     fallbacks_count: int = 0
 
@@ -69,15 +71,16 @@ class FillReport:
         """Take in what another filling did."""
         self.nbytes += other.nbytes
         self.pieces += other.pieces
-        for label, nbytes in other.read_bytes.items():
-            self.read_bytes[label] = self.read_bytes.get(label, 0) + nbytes
-        more = other.fallbacks_count - len(other.fallbacks)
+        for mine, more in ((self.read_bytes, other.read_bytes), (self.kind_bytes, other.kind_bytes)):
+            for name, nbytes in more.items():
+                mine[name] = mine.get(name, 0) + nbytes
         for fallback in other.fallbacks:
             self.fell_back(fallback)
-        self.fallbacks_count += more
+        self.fallbacks_count += other.fallbacks_count - len(other.fallbacks)
 
     def count(self, source: Source, nbytes: int) -> None:
         self.read_bytes[source.label] = self.read_bytes.get(source.label, 0) + nbytes
+        self.kind_bytes[source.kind] = self.kind_bytes.get(source.kind, 0) + nbytes
 
     def fell_back(self, fallback: Fallback) -> None:
         self.fallbacks_count += 1
@@ -87,7 +90,7 @@ class FillReport:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Consecutive chunks of one image, and the reads that lie inside them."""
+    """Consecutive chunks of one image, and the reads that lie inside them. Holders as in :class:`Image`."""
 
     holders: tuple[Source, ...]
     rank: int
@@ -146,8 +149,9 @@ def _check_sources(sources: Sequence[Source]) -> None:
 
 @dataclass(slots=True)
 class Image:
-    """What is read of one image: who has it, best first, its record, and the reads, by offset. ``head`` are the
-    bytes at its begin that are proved whether or not a read needs them."""
+    """What is read of one image: who has it, best first, its record, and the reads, by offset. The first holder gave
+    the record; what the others say is asked when one of them is needed. ``head`` are the bytes at its begin that are
+    proved whether or not a read needs them."""
 
     holders: tuple[Source, ...]
     rank: int
@@ -201,37 +205,32 @@ async def _header_bytes(holders: Sequence[Source], rank: int, image: str) -> int
 async def _holders(
     sources: Sequence[Source], rank: int, image: str, report: FillReport
 ) -> tuple[tuple[Source, ...], ImageRecord]:
-    """Who has the image, as the first of them that can prove it knows it; the others must know it by the same
-    root."""
-    holders: list[Source] = []
-    record: ImageRecord | None = None
+    """Who has the image, and its record as the first of them has it that can prove it."""
     failed: list[tuple[Source, EverstepError]] = []
-    for source in sources:
-        if rank not in source.ranks:
-            continue
+    able = [source for source in sources if rank in source.ranks and source.has(rank, image)]
+    for position, source in enumerate(able):
         try:
-            own = (await source.records(rank))[image]
-            check_record(own, source.chunk_bytes, source.locate(rank, image))
-            await source.check_image(rank, image)
-        except KeyError:
-            name = source.locate(rank, image)
-            failed.append(
-                (source, Damaged(f"{name} is in no vote", found="nothing", expected="a record", name=name))
-            )
+            record = await _record(source, rank, image)
         except _UNSERVED as error:
             failed.append((source, error))
-        else:
-            if record is None:
-                record = own
-            if (own.root, own.nbytes) == (record.root, record.nbytes):
-                holders.append(source)
+            continue
+        for former, problem in failed:
+            report.fell_back(Fallback(rank, image, 0, record.nbytes, former.label, problem, source.label))
+        return tuple(able[position:]), record
+    if failed:
+        raise _worst(failed)
+    raise StateMismatch(f"no source holds image {image!r} of rank {rank}", found="nothing", rank=rank)
+
+
+async def _record(source: Source, rank: int, image: str) -> ImageRecord:
+    """What the source can prove that it knows of the image. Raises where it has not the image, too."""
+    name = source.locate(rank, image)
+    record = (await source.records(rank)).get(image)
     if record is None:
-        if failed:
-            raise _worst(failed)
-        raise StateMismatch(f"no source holds image {image!r} of rank {rank}", found="nothing", rank=rank)
-    for source, problem in failed:
-        report.fell_back(Fallback(rank, image, 0, record.nbytes, source.label, problem, holders[0].label))
-    return tuple(holders), record
+        raise Damaged(f"{name} is in no vote", found="nothing", expected="a record", name=name)
+    check_record(record, source.chunk_bytes, name)
+    await source.check_image(rank, image)
+    return record
 
 
 def _worst(failed: Sequence[tuple[Source, EverstepError]]) -> EverstepError:
@@ -296,11 +295,16 @@ async def _work(
         bad: list[tuple[int, bytes]] = []
         if error is None:
             bad = await loop.run_in_executor(pool, _verify_and_copy, piece, view, targets)
-            report.count(source, piece.nbytes)
+            report.count(source, piece.nbytes - _nbytes_of(bad, piece))
         if error is not None or bad:
             await _repair(piece, view, bad, error, targets, pool, report)
         report.pieces += 1
         report.nbytes += sum([read.nbytes * read.runs for read in piece.reads])
+
+
+def _nbytes_of(bad: Sequence[tuple[int, bytes]], piece: _Piece) -> int:
+    chunk_bytes = piece.holders[0].chunk_bytes
+    return sum(min(chunk_bytes, piece.record.nbytes - index * chunk_bytes) for index, _ in bad)
 
 
 async def _try_read(source: Source, piece: _Piece, view: memoryview) -> EverstepError | None:
@@ -365,59 +369,99 @@ async def _repair(
     report: FillReport,
 ) -> None:
     """Get the bad chunks (all, when the piece could not be read) from the other holders, then copy."""
-    loop = asyncio.get_running_loop()
-    chunk_bytes = piece.holders[0].chunk_bytes
-    whole = memoryview(bytearray(view)) if view.readonly else view
-    wanted: dict[int, bytes | None] = dict(bad)
+    source, chunk_bytes = piece.holders[0], piece.holders[0].chunk_bytes
+    repair = _Repair(piece, memoryview(bytearray(view)) if view.readonly else view, pool)
     if error is not None:
-        wanted = dict.fromkeys(
-            range(piece.offset // chunk_bytes, -(-(piece.offset + piece.nbytes) // chunk_bytes))
-        )
-    for index, found in wanted.items():
-        at = index * chunk_bytes - piece.offset
-        chunk = whole[at : at + chunk_bytes]
-        failed: list[tuple[Source, EverstepError]] = []
-        source = piece.holders[0]
-        if found is not None:
-            name = source.locate(piece.rank, piece.image)
-            failed.append((source, changed_chunk(name, piece.record, index, found, chunk_bytes)))
-        elif error is not None:
-            failed.append((source, error))
-        server = await _from_another(piece, index, chunk, failed, pool)
-        report.count(server, len(chunk))
-        for former, problem in failed:
-            report.fell_back(
-                Fallback(
-                    piece.rank,
-                    piece.image,
-                    index * chunk_bytes,
-                    len(chunk),
-                    former.label,
-                    problem,
-                    server.label,
-                )
-            )
-    await loop.run_in_executor(pool, _copy, piece, whole, targets)
-
-
-async def _from_another(
-    piece: _Piece,
-    index: int,
-    chunk: memoryview,
-    failed: list[tuple[Source, EverstepError]],
-    pool: ThreadPoolExecutor,
-) -> Source:
-    """Read one chunk rightly from a holder other than the first; ``failed`` gathers those who could not."""
-    loop = asyncio.get_running_loop()
-    for source in piece.holders[1:]:
-        try:
-            await source.read_into(piece.rank, piece.image, index * source.chunk_bytes, chunk)
-        except _UNSERVED as error:
-            failed.append((source, error))
-            continue
-        bad = await loop.run_in_executor(pool, bad_chunks, chunk, index, piece.record, source.chunk_bytes)
-        if not bad:
-            return source
+        end = piece.offset + piece.nbytes
+        repair.failed(source, range(piece.offset // chunk_bytes, -(-end // chunk_bytes)), error)
+    for index, found in bad:
         name = source.locate(piece.rank, piece.image)
-        failed.append((source, changed_chunk(name, piece.record, *bad[0], source.chunk_bytes)))
-    raise _worst(failed)
+        repair.failed(source, [index], changed_chunk(name, piece.record, index, found, chunk_bytes))
+    for other in piece.holders[1:]:
+        if repair.missing:
+            await repair.ask(other)
+    repair.tell(report)
+    await asyncio.get_running_loop().run_in_executor(pool, _copy, piece, repair.view, targets)
+
+
+class _Repair:
+    """Chunks of one piece that the first holder could not give, and who failed of each."""
+
+    def __init__(self, piece: _Piece, view: memoryview, pool: ThreadPoolExecutor) -> None:
+        self.view = view
+        self.missing: dict[int, list[tuple[Source, EverstepError]]] = {}
+        self._served: dict[int, tuple[Source, list[tuple[Source, EverstepError]]]] = {}
+        self._piece = piece
+        self._pool = pool
+        self._chunk_bytes = piece.holders[0].chunk_bytes
+
+    def failed(self, source: Source, chunks: Iterable[int], error: EverstepError) -> None:
+        for index in chunks:
+            self.missing.setdefault(index, []).append((source, error))
+
+    async def ask(self, source: Source) -> None:
+        """What is missing from ``source``, if that knows the image by the same root."""
+        piece = self._piece
+        try:
+            record = await _record(source, piece.rank, piece.image)
+        except _UNSERVED as error:
+            self.failed(source, list(self.missing), error)
+            return
+        if (record.root, record.nbytes) != (piece.record.root, piece.record.nbytes):
+            return
+        for run in _runs(sorted(self.missing)):
+            await self._read(source, run)
+
+    async def _read(self, source: Source, run: range) -> None:
+        piece, chunk_bytes = self._piece, self._chunk_bytes
+        begin = run.start * chunk_bytes
+        part = self.view[begin - piece.offset : run.stop * chunk_bytes - piece.offset]
+        try:
+            await source.read_into(piece.rank, piece.image, begin, part)
+        except _UNSERVED as error:
+            self.failed(source, run, error)
+            return
+        loop = asyncio.get_running_loop()
+        bad = dict(
+            await loop.run_in_executor(self._pool, bad_chunks, part, run.start, piece.record, chunk_bytes)
+        )
+        for index in run:
+            if index in bad:
+                name = source.locate(piece.rank, piece.image)
+                self.failed(
+                    source, [index], changed_chunk(name, piece.record, index, bad[index], chunk_bytes)
+                )
+            else:
+                self._served[index] = source, self.missing.pop(index)
+
+    def tell(self, report: FillReport) -> None:
+        """Raises where nobody had a chunk right; else reports who failed, in runs of chunks alike."""
+        if self.missing:
+            raise _worst(self.missing[min(self.missing)])
+        last: tuple[Source, list[tuple[Source, EverstepError]]] | None = None
+        runs: list[list[int]] = []
+        for index in sorted(self._served):
+            if last == self._served[index] and runs[-1][-1] == index - 1:
+                runs[-1].append(index)
+            else:
+                runs.append([index])
+            last = self._served[index]
+        for run in runs:
+            server, failed = self._served[run[0]]
+            begin = run[0] * self._chunk_bytes
+            end = min((run[-1] + 1) * self._chunk_bytes, self._piece.record.nbytes)
+            report.count(server, end - begin)
+            for former, problem in failed:
+                told = former.label, problem, server.label
+                report.fell_back(Fallback(self._piece.rank, self._piece.image, begin, end - begin, *told))
+
+
+def _runs(indexes: Sequence[int]) -> list[range]:
+    """Ascending indexes as ranges."""
+    runs: list[range] = []
+    for index in indexes:
+        if runs and runs[-1].stop == index:
+            runs[-1] = range(runs[-1].start, index + 1)
+        else:
+            runs.append(range(index, index + 1))
+    return runs

@@ -7,8 +7,8 @@ reads them (:mod:`.fill`, fsck) against the records. All methods belong to one e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from everstep.backends.api import Backend
 from everstep.backends.errors import NotFound, ShortRead
@@ -25,11 +25,22 @@ from .catalog import list_step, read_layout, read_numbered, read_vote
 from .flush import IMAGE_REGION, LAYOUT_REGION, META_REGION, image_names, read_meta
 
 if TYPE_CHECKING:
+    from everstep.memory.joined import AnyPin
     from everstep.memory.slots import Pinned
 
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+
+
+OWN = "own"
+HELD = "held"
+PEER = "peer"
+REBUILT = "rebuilt"
+DISK = "disk"
+KINDS = (OWN, HELD, PEER, REBUILT, DISK)
+"""Where bytes of a load come from: this node's own ranks' slots, what it holds for other nodes, another node's memory,
+parity, a durable tier."""
 
 
 class Mapped(Protocol):
@@ -41,12 +52,14 @@ class Mapped(Protocol):
 class Source(Protocol):
     """One holder of one checkpoint's images.
 
-    ``ranks`` are those whose images it holds; the methods are called for these only. All raise Damaged with
+    ``ranks`` are those of which it knows all but what :meth:`has` denies; the methods are called for these only.
+    ``kind`` says where the bytes lie (one of ``KINDS``). All raise Damaged with
     the object's name, Pruned where rotation removed the checkpoint meanwhile, CannotTell where nothing
     answered, SlotGone where a slot was reused.
     """
 
     label: str
+    kind: str
     step: int
     incarnation: int
     world: int
@@ -65,6 +78,10 @@ class Source(Protocol):
 
     async def state(self, rank: int) -> bytes:
         """The rank's state image, verified."""
+        ...
+
+    def has(self, rank: int, image: str) -> bool:
+        """Whether it can give that image of one of its ranks, as far as it knows without looking."""
         ...
 
     async def check_image(self, rank: int, image: str) -> None:
@@ -90,6 +107,8 @@ class Source(Protocol):
 
 class DurableSource:
     """A checkpoint on a backend, as its manifest names it."""
+
+    kind = DISK
 
     def __init__(
         self, backend: Backend, manifest: Manifest, chunk_bytes: int, label: str | None = None
@@ -127,6 +146,9 @@ class DurableSource:
         await self.read_into(rank, STATE_IMAGE, 0, memoryview(data))
         check_chunks(memoryview(data), 0, record, self.chunk_bytes, self.locate(rank, STATE_IMAGE))
         return bytes(data)
+
+    def has(self, rank: int, image: str) -> bool:
+        return True
 
     async def check_image(self, rank: int, image: str) -> None:
         name = self.locate(rank, image)
@@ -209,16 +231,20 @@ class ArenaSource:
 
     def __init__(
         self,
-        pins: Mapping[int, Pinned],
+        pins: Mapping[int, AnyPin],
         chunk_bytes: int,
         label: str = "memory",
         *,
         world: int | None = None,
+        kind: str = OWN,
+        lacks: Mapping[int, Collection[str]] | None = None,
     ) -> None:
         """``pins`` by rank, at least one, all of one step and incarnation; ``world`` is the number of ranks that
-        wrote it (default: all of them are given)."""
+        wrote it (default: all of them are given). ``lacks``: images, by rank, that are not in the slots."""
         first = next(iter(pins.values()))
         self.label = label
+        self.kind = kind
+        self._lacks = lacks or {}
         self.step = first.info.step
         self.incarnation = first.info.incarnation
         self.chunk_bytes = chunk_bytes
@@ -260,13 +286,17 @@ class ArenaSource:
         pinned = self._pins[rank]
         records = pinned.sealed()
         if records is None:
-            regions = [IMAGE_REGION + image for image in image_names(pinned)]
-            records = pinned.compute([*regions, STATE_IMAGE])
-            pinned.seal(records)
+            pin = cast("Pinned", pinned)  # what is held for others is sealed
+            regions = [IMAGE_REGION + image for image in image_names(pin)]
+            records = pin.compute([*regions, STATE_IMAGE])
+            pin.seal(records)
         pinned.check()
         for record in records:
             check_record(record, self.chunk_bytes, self.locate(rank, record.name))
         return {record.name: record for record in records}
+
+    def has(self, rank: int, image: str) -> bool:
+        return image not in self._lacks.get(rank, ())
 
     async def state(self, rank: int) -> bytes:
         record = (await self.records(rank))[STATE_IMAGE]
@@ -294,66 +324,11 @@ class ArenaSource:
         return self._pins[rank].view(_region(image))
 
     def locate(self, rank: int, image: str) -> str:
-        return f"slot of rank {rank}, {_region(image)}"
+        return f"{'held ' if self.kind == HELD else ''}slot of rank {rank}, {_region(image)}"
 
     async def confirm(self) -> None:
         for pinned in self._pins.values():
             pinned.check()
-
-
-class UnionSource:
-    """One source over several that each hold some ranks of a checkpoint (this node's arenas, other nodes'), all
-    ranks together. Of a rank that several hold the first one counts."""
-
-    def __init__(self, parts: Sequence[Source], label: str = "memory") -> None:
-        """At least one; Damaged if they are of different checkpoints, or a rank is missing."""
-        first = parts[0]
-        self.label = label
-        self.step, self.incarnation = first.step, first.incarnation
-        self.world = first.world
-        self.chunk_bytes = first.chunk_bytes
-        self._parts = tuple(parts)
-        self._of: dict[int, Source] = {}
-        for part in parts:
-            for rank in part.ranks:
-                self._of.setdefault(rank, part)
-        self.ranks = frozenset(self._of)
-        found = {(part.incarnation, part.step, part.world, part.chunk_bytes) for part in parts}
-        if len(found) > 1:
-            raise Damaged("parts of different checkpoints", found=sorted(found), expected="one", name=label)
-        missing = sorted(set(range(self.world)) - self.ranks)
-        if missing:
-            raise Damaged(
-                f"{label} lacks rank(s) {missing}", found=sorted(self.ranks), expected=self.world, name=label
-            )
-
-    async def meta(self, rank: int) -> dict[str, Any]:
-        return await self._of[rank].meta(rank)
-
-    async def layout(self, rank: int) -> Layout:
-        return await self._of[rank].layout(rank)
-
-    async def records(self, rank: int) -> dict[str, ImageRecord]:
-        return await self._of[rank].records(rank)
-
-    async def state(self, rank: int) -> bytes:
-        return await self._of[rank].state(rank)
-
-    async def check_image(self, rank: int, image: str) -> None:
-        await self._of[rank].check_image(rank, image)
-
-    async def read_into(self, rank: int, image: str, offset: int, view: memoryview) -> None:
-        await self._of[rank].read_into(rank, image, offset, view)
-
-    def mapped(self, rank: int, image: str) -> Mapped | None:
-        return self._of[rank].mapped(rank, image)
-
-    def locate(self, rank: int, image: str) -> str:
-        return self._of[rank].locate(rank, image)
-
-    async def confirm(self) -> None:
-        for part in self._parts:
-            await part.confirm()
 
 
 async def once(tasks: dict[K, asyncio.Task[V]], key: K, make: Callable[[], Coroutine[Any, Any, V]]) -> V:

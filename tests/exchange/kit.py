@@ -193,9 +193,10 @@ class Loaded:
 def all_digests(opened: Callable[[], Sequence[Source]], phases: Phases) -> Filled:
     """Every image of every saved rank, proved chunk by chunk, from the nearest holder alone."""
 
-    async def read(first: Source) -> Digests:
+    async def read(sources: Sequence[Source]) -> Digests:
         found: Digests = {}
-        for rank in range(first.world):
+        for rank in range(sources[0].world):
+            first = next(source for source in sources if rank in source.ranks)
             await first.meta(rank)
             await first.layout(rank)
             await first.state(rank)
@@ -208,9 +209,9 @@ def all_digests(opened: Callable[[], Sequence[Source]], phases: Phases) -> Fille
         return found
 
     def act() -> Filled:
-        first = opened()[0]
-        tier = "disk" if isinstance(first, DurableSource) else "memory"
-        return Filled(tier, 0, values=run_blocking(read(first)))
+        sources = opened()
+        tier = "disk" if isinstance(sources[0], DurableSource) else "memory"
+        return Filled(tier, 0, values=run_blocking(read(sources)))
 
     return phases.each(act)
 

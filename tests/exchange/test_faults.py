@@ -66,7 +66,7 @@ class Flips(Faulty):
     """One bit of every image."""
 
     async def spoil(self, sock: socket.socket, request: Request) -> None:
-        data = bytearray(self._shelves[request.rank].find(request))
+        data = bytearray(self._shelves[request.rank, request.copy].find(request))
         data[len(data) // 2] ^= 1
         await send_frame(sock, Reply(len(data)), IO_S)
         await send(sock, bytes(data), IO_S)
@@ -80,7 +80,7 @@ class Confuses(Faulty):
         return ("layout", "records")
 
     async def spoil(self, sock: socket.socket, request: Request) -> None:
-        other = next(rank for rank in self._shelves if rank != request.rank)
+        other = next(rank for rank, _ in self._shelves if rank != request.rank)
         await super()._answer(sock, Request(request.what, other))
 
 

@@ -79,7 +79,7 @@ def server(snapshots: dict[int, Snapshot]) -> Iterator[Server]:
 
 def serving(snapshots: dict[int, Snapshot], **options: Any) -> Server:
     given = {"host": "127.0.0.1", "connections_max": 8, "idle_s": SOON_S, "io_s": SOON_S, **options}
-    return Server({rank: one.shelf() for rank, one in snapshots.items()}, TOKEN, **given)
+    return Server({(rank, 0): one.shelf() for rank, one in snapshots.items()}, TOKEN, **given)
 
 
 def source(
@@ -446,7 +446,7 @@ def test_what_is_not_as_offered_is_not_believed(snapshots: dict[int, Snapshot], 
         one.records = other.records
     with serving(snapshots) as server:
         if what == "records":
-            server._shelves[0] = Shelf(b"", b"", b"\x93\x01\x02", {})  # type: ignore[arg-type,index]
+            server._shelves[0, 0] = Shelf(b"", b"", b"\x93\x01\x02", {})  # type: ignore[arg-type,index]
         peer = source(server, snapshots, proofs=list(proofs.values()))
         with pytest.raises(PeerLost, match="not what was offered"):
             run_blocking(peer.meta(0) if what == "meta" else peer.layout(0))

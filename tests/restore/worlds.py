@@ -28,7 +28,7 @@ class MemorySource:
     """A checkpoint of ``states``, one for each rank, as a holder of images. ``asked`` are the ranks whose state
     images were read."""
 
-    label, step, incarnation, chunk_bytes = "test", 1, 1, CHUNK_BYTES
+    label, kind, step, incarnation, chunk_bytes = "test", "own", 1, 1, CHUNK_BYTES
 
     def __init__(self, states: Sequence[Any], kind: str | None = None) -> None:
         self.world = len(states)
@@ -76,6 +76,9 @@ class MemorySource:
     async def state(self, rank: int) -> bytes:
         self.asked.append(rank)
         return bytes(self._images[rank][STATE_IMAGE])
+
+    def has(self, rank: int, image: str) -> bool:
+        return True
 
     async def check_image(self, rank: int, image: str) -> None:
         assert image in self._images[rank]

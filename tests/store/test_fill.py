@@ -37,7 +37,7 @@ class BytesSource:
     """One image of random bytes, and how much of it was read."""
 
     def __init__(self, data: bytes, chunk_bytes: int, header_bytes: int = 0, label: str = "bytes") -> None:
-        self.label = label
+        self.label, self.kind = label, "disk"
         self.step = self.incarnation = self.world = 1
         self.chunk_bytes = chunk_bytes
         self.ranks = frozenset({0})
@@ -52,6 +52,9 @@ class BytesSource:
 
     async def records(self, rank: int) -> dict[str, ImageRecord]:
         return {"i": self.record}
+
+    def has(self, rank: int, image: str) -> bool:
+        return True
 
     async def check_image(self, rank: int, image: str) -> None: ...
 

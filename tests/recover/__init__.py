@@ -1,0 +1,1 @@
+"""Loading from snapshots that nodes hold for others."""
