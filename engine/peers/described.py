@@ -37,8 +37,8 @@ Images = Sequence[Sequence[ImageOf]]
 
 
 class Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Whose parity a slot holds, any ``m`` of whom may be lost. ``images`` are by position; those of ``position``, where
-    the slot's own node is, are unknown, and not needed: it gives nothing to the stripes of which it holds parity."""
+    """Whose parity a slot holds, any ``m`` of whom may be lost. ``images`` are by position; those of ``position``,
+    where the slot is, are unknown, and not needed: it gives nothing to the stripes of which it holds parity."""
 
     version: int
     m: int

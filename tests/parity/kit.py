@@ -53,7 +53,7 @@ def images_of(seats: Sequence[Seat], source: random.Random) -> Contents:
 
 
 class Node:
-    """One simulated node, in a directory of its own: its ranks' arenas, and an agent that keeps parity of the others'."""
+    """One simulated node, in a directory of its own: its ranks' arenas, and an agent that keeps parity."""
 
     def __init__(self, directory: Path, seats: tuple[Seat, ...], m: int, position: int) -> None:
         self.directory = directory

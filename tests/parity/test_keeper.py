@@ -10,13 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from everstep.errors import AgentError, Closed, Damaged, EverstepError, PeerLost, StepOrder, Superseded
+from everstep.errors import (
+    AgentError,
+    Closed,
+    Damaged,
+    EverstepError,
+    MemoryTooSmall,
+    PeerLost,
+    StepOrder,
+    Superseded,
+)
+from everstep.format.hashing import chunk_hashes, image_root
+from everstep.format.vote import ImageRecord
 from everstep.memory.arena import Arena
 from everstep.memory.slots import SlotState
+from everstep.peers import parity
 from everstep.peers.described import ImageOf, Seat, decode_described, group_of
 from everstep.peers.link import Link
+from everstep.peers.messages import Kept, expect
 from everstep.peers.parity import ParityOffer
-from everstep.plan.parity import ParityGroup
+from everstep.peers.stripes import Building
+from everstep.plan.parity import ParityGroup, Part
 
 from .kit import CHUNK, RUN, Contents, Key, Node, group, images_of, parity_blocks, protect
 from .test_stripes import encode
@@ -145,25 +159,59 @@ def cutting(one: Node, other: Node, allowed: int) -> Any:
 
 
 def test_a_broken_connection_is_gone_on_with_and_nothing_counts_twice(
-    three: list[Node], source: random.Random
+    three: list[Node], source: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(parity, "PIECE_BYTES", CHUNK)
     contents = {at: source.randbytes(11 * CHUNK + 7) for at in images_of(three[0].seats, source)}
     for node in three:
         node.save(KEY, contents)
     found: dict[Any, Any] = {}
-    rest = threading.Thread(target=lambda: found.update(protect(three, KEY, [(1, 0), (2, 0)])))
+    rest = threading.Thread(target=lambda: found.update(protect(three, KEY, [(1, 0)])))
     rest.start()
     for allowed in (0, 100, CHUNK, 2 * CHUNK + 1, 3 * CHUNK):
         with pytest.raises(PeerLost):
             three[2].duty(three[0], cutting(three[2], three[0], allowed)).protect(KEY, three[2].pins(KEY))
     found |= protect(three, KEY, [(2, 0)])
     rest.join()
-    assert isinstance(found[1, 0], bytes) and isinstance(found[2, 0], bytes), found
-    blocks = parity_blocks(three[0], KEY)
+    assert isinstance(found[1, 0], bytes) and found[2, 0] == found[1, 0]
     wanted = expected(three, contents)
-    assert {(stripe, 0): data for stripe, data in blocks.items()} == {
-        at: data for at, data in wanted.items() if at[0] == 0
-    }
+    assert parity_blocks(three[0], KEY) == {at[0]: data for at, data in wanted.items() if at[0] == 0}
+
+
+def test_a_block_is_resumed_where_it_broke_off(source: random.Random) -> None:
+    seats = (Seat("a", (0,)), Seat("b", (1,)))
+    data = source.randbytes(5 * CHUNK + 9)
+    hashes = chunk_hashes(memoryview(data), CHUNK)
+    record = ImageRecord("model", len(data), image_root(len(data), hashes), hashes)
+    building = Building(KEY, seats, 1, 0, CHUNK)
+    first = building.join(1, {(1, "model"): record})
+    views = {name: memoryview(bytearray(b"\xee" * nbytes)) for name, nbytes in building.regions()}
+    building.start(views)
+    [(stripe, chunk)] = building.wanted(1)
+    [part] = building.parts(1, stripe, chunk)
+    assert (chunk, part.nbytes, len(views[f"image:parity-{stripe}"])) == (0, len(data), 6 * CHUNK)
+    send(building, first, stripe, Part(1, "model", 0, 2 * CHUNK, 0), data)
+    with pytest.raises(Damaged):
+        send(building, first, stripe, Part(1, "model", 2 * CHUNK, CHUNK, 0), bytes(len(data)))
+    assert building.wanted(1) == [(stripe, 2)]
+    second = building.join(1, {(1, "model"): record})
+    with pytest.raises(PeerLost, match="another connection"):
+        send(building, first, stripe, Part(1, "model", 2 * CHUNK, CHUNK, 0), data)
+    [rest] = building.parts(1, stripe, 2)
+    assert (rest.offset, rest.nbytes) == (2 * CHUNK, 3 * CHUNK + 9)
+    assert not building.is_whole
+    send(building, second, stripe, rest, data)
+    assert building.is_whole
+    assert bytes(views[f"image:parity-{stripe}"]) == data + bytes(CHUNK - 9), "the sum of one is itself"
+    with pytest.raises(Damaged, match="another snapshot"):
+        building.join(1, {(1, "model"): ImageRecord("model", len(data), bytes(16), hashes)})
+
+
+def send(building: Building, turn: int, stripe: int, part: Part, data: bytes) -> None:
+    chunks = -(-part.nbytes // CHUNK)
+    buffer = bytearray(b"\xaa" * (chunks * CHUNK))
+    buffer[: part.nbytes] = data[part.offset : part.offset + part.nbytes]
+    building.add(1, turn, stripe, part, memoryview(buffer))
 
 
 def test_bytes_damaged_on_the_way_are_asked_for_again(three: list[Node], source: random.Random) -> None:
@@ -320,8 +368,6 @@ def test_a_new_agent_takes_what_the_former_left(three: list[Node], source: rando
 
 
 def test_too_little_memory_is_told_to_all(three: list[Node], source: random.Random, monkeypatch: Any) -> None:
-    from everstep.errors import MemoryTooSmall
-
     def refuse(*args: Any, **options: Any) -> Arena:
         raise MemoryTooSmall("no room", found=1, expected=2)
 
@@ -359,7 +405,5 @@ def test_offers_that_cannot_be_are_refused(
         "records": [],
     }
     with three[2].link(three[0]) as link, pytest.raises(kind):
-        from everstep.peers.messages import Kept, expect
-
         link.send(ParityOffer(**{**given, **changes}))
         expect(link.receive(5), Kept)
