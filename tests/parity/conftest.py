@@ -1,4 +1,4 @@
-"""A private directory in shared memory."""
+"""A private directory in shared memory; simulated nodes as in the tests of the exchange."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.exchange.conftest import job, nodes, nothing_left, root
+
+__all__ = ["job", "nodes", "nothing_left", "root"]
 
 
 @pytest.fixture
