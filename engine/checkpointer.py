@@ -29,6 +29,7 @@ from .format.records import (
     encode_incarnation,
     encode_run,
 )
+from .guarding import Protection, domain_of
 from .handles import SaveHandle
 from .loading import Loader, Recovery
 from .memory.arena import Arena
@@ -36,7 +37,6 @@ from .memorytier import MemoryTier, Room
 from .nodes import node_of
 from .opening import Origin, begin_incarnation
 from .places import locate
-from .plan.placement import holders, node_map
 from .planning import Copies, expected_slot_bytes
 from .policy import SHARED_MEMORY, Memory, Policy
 from .ranks import Ranks
@@ -120,9 +120,10 @@ class Checkpointer:
         self._nodes: list[str] = []
         """Of all ranks, once they have told each other."""
         self._copies = 0
-        """How many other nodes keep each snapshot: what was asked for, as far as there are nodes."""
+        """How many lost nodes are survived: what was asked for, as far as there are nodes."""
         self._holders: tuple[tuple[int, ...], ...] = ()
-        """Which ones, by the number of a node in the order of their first ranks."""
+        """Which ones keep each snapshot, by the number of a node in the order of their first ranks; spare ones last."""
+        self._protection: Protection | None = None
         self.recovery: Recovery | None = None
         self._loaded: TrainState | None = None
         """What a load restored, until a step or save follows it."""
@@ -346,25 +347,33 @@ class Checkpointer:
             return
         memory = self._memory
         here = node_of(self._place.node, tier.directory) if memory is not None else self._place.node
-        wanted = memory.replicas if memory is not None else 0
-        told = ranks.agree("comparing nodes", [here, wanted], timeout_s=self._policy.rank_timeout_s)
-        if len({replicas for _, replicas in told}) > 1:
-            raise BadOption(
-                "Memory(replicas=) differs between the ranks",
-                found={rank: replicas for rank, (_, replicas) in enumerate(told)},
-                expected="the same number on all ranks",
-            )
-        nodes = [node for node, _ in told]
-        others = len(set(nodes)) - 1
+        wished = [memory.replicas, memory.parity, memory.spares] if memory is not None else [0, None, ()]
+        domain = domain_of(memory) if memory is not None else ""
+        told = ranks.agree("comparing nodes", [here, *wished, domain], timeout_s=self._policy.rank_timeout_s)
+        for at, name in enumerate(("replicas", "parity", "spares"), 1):
+            if any(one[at] != told[0][at] for one in told):
+                raise BadOption(
+                    f"Memory({name}=) differs between the ranks",
+                    found={rank: one[at] for rank, one in enumerate(told)},
+                    expected="the same on all ranks",
+                )
+        nodes = [one[0] for one in told]
+        wanted = memory.copies if memory is not None else 0
+        others = len(set(nodes)) - 1 + len(memory.spares if memory is not None else ())
         if wanted > others and ranks.rank == 0:
+            option = f"replicas={wanted}" if wished[0] else f"parity={wished[1]}"
             warnings.warn(
-                f"everstep: Memory(replicas={wanted}) is lowered to {others}: each copy lies on another node, and "
+                f"everstep: Memory({option}) is lowered to {others}: each copy lies on another node, and "
                 f"besides the node that stores a tensor this job has {others}",
                 RuntimeWarning,
                 stacklevel=2,
             )
         self._nodes, self._copies = nodes, min(wanted, others)
-        self._holders = holders(node_map(nodes), self._copies)
+        if memory is not None:
+            domains = dict(reversed([(one[0], one[4]) for one in told]))
+            self._protection = Protection(memory, nodes, self._copies, domains)
+            self._protection.check_agent(self._agent)
+            self._holders = self._protection.holders()
 
     def _writing(self, state: TrainState | Mapping[str, Any]) -> Session:
         self._check_usable()
@@ -431,7 +440,14 @@ class Checkpointer:
                 holders=self._holders,
             )
 
-        return ranks.together("opening the run", start, timeout_s=timeout_s)
+        session = ranks.together("opening the run", start, timeout_s=timeout_s)
+        if self._protection is not None and self._protection.wanted:
+            try:
+                session.protect(self._protection, run.chunk_bytes)
+            except BaseException:
+                session.close(flush=False)
+                raise
+        return session
 
     def _see_run(self, run: RunRecord) -> None:
         seen = run_blocking(open_run(self._backend))

@@ -69,6 +69,9 @@ class MemoryTier:
         self._neighbours: dict[int, Arena] = {}
         self.guarded = False
         """Whether snapshots are protected against the loss of nodes. Off again where no agent is left to do it."""
+        self.lead = 0
+        """How many snapshots more than usual the trainer may be ahead of protection. With late copies one: a snapshot is
+        whole only when the next one is about to begin."""
         self._incarnation = 0
         self._adopted: Key | None = None
         self._run_id = ""
@@ -183,8 +186,9 @@ class MemoryTier:
             pause = min(pause * 2, POLL_MAX_S)
 
     def _ahead(self) -> bool:
-        """Whether the trainer has to wait for protection: with three slots, till all earlier snapshots have it, so that
-        the loss of a node costs one step; each further slot lets it be one more behind."""
+        """Whether the trainer has to wait for protection: with three slots, till all earlier snapshots have it (all but
+        one with late copies), so that the loss of a node costs one step (two); each further slot lets it be one more
+        behind."""
         if not self.guarded:
             return False
         complete = self.complete()
@@ -193,18 +197,18 @@ class MemoryTier:
             for found in self.arena.snapshots()
             if found.incarnation == self._incarnation and (complete is None or found.key > complete)
         ]
-        return len(after) > self._room.slots - SLOTS_BEHIND
+        return len(after) > self._room.slots - SLOTS_BEHIND + self.lead
 
     def drop_outgrown(self) -> None:
         """Remove arenas that were replaced, and those of former ranks, once this incarnation has a W that lies in
         the present arena (just after a replacement, W may still lie in the one before). Where other nodes have ranks
-        too, W is this node's only: the others, at most one snapshot behind, have it when the next one is complete,
-        and till then a load may need what the former incarnation left."""
+        too, W is this node's only, unless snapshots are guarded: the others, at most one snapshot behind, have it when
+        the next one is complete, and till then a load may need what the former incarnation left."""
         newest = self.complete()
         if newest is None or newest[0] != self._incarnation:
             return
         self._first_complete = self._first_complete or newest
-        if not self._alone and newest == self._first_complete:
+        if not self._alone and not self.guarded and newest == self._first_complete:
             return
         if self._outgrown and any(found.key == newest for found in self.arena.snapshots()):
             for arena in self._outgrown:
@@ -266,7 +270,8 @@ class MemoryTier:
     def _ours(self, info: ArenaInfo, run_id: str) -> bool:
         """Left by a process of this rank that is gone."""
         alive = info.owner is not None and info.owner.alive()
-        return info.rank == self._rank and info.run_id in ("", run_id) and not alive
+        ours = info.kind is Kind.OWN and info.rank == self._rank
+        return ours and info.run_id in ("", run_id) and not alive
 
     def _create(self, slot_bytes: int, chunk_bytes: int) -> Arena:
         make: dict[str, Any] = {
@@ -299,6 +304,8 @@ class MemoryTier:
         old = self.arena
         self._arena = self._create(int(need_bytes * GROWTH), old.info.chunk_bytes)
         self._take(self._arena)
+        if old.complete is not None:
+            self._arena.complete = old.complete
         self._outgrown.append(old)
 
     def _meet(self) -> None:

@@ -21,6 +21,9 @@ FINDINGS = ("disagreement", "equal", "noticed")
 FINDINGS_MAX = 64
 """Findings that are told; more are in the agent's log."""
 
+PROTECTION = ("peer_failed", "unprotected", "protected", "replicas_differ")
+"""What agents say of protection against the loss of nodes."""
+
 FINISHED = ("committed", "failed", "abandoned", "superseded")
 
 
@@ -69,6 +72,9 @@ class Outcomes:
         if progress.stage in FINDINGS:
             self._find(progress)
             return
+        if progress.stage in PROTECTION:
+            self._note_protection(progress)
+            return
         if progress.stage == "superseded":
             found = _as_error(progress, Superseded)
             self.superseded = found if isinstance(found, Superseded) else None
@@ -90,6 +96,14 @@ class Outcomes:
             self._in_a_row += 1
         log.warning("everstep: step %d did not become durable: %s", progress.step, error)
         self._untold.append(error)
+
+    def _note_protection(self, progress: Progress) -> None:
+        """Told each time: what was repaired can break again."""
+        text = f"step {max(progress.step, 0)}: {_as_error(progress, EverstepError)}"
+        if progress.stage == "protected":
+            log.info("everstep: %s", text)
+        elif len(self._findings) < FINDINGS_MAX:
+            self._findings[text] = None
 
     def _find(self, progress: Progress) -> None:
         """What the ranks' hashes say; the same is told once."""

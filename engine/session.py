@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import platform
+import time
+import warnings
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
@@ -16,6 +18,7 @@ from .config import plain_metrics
 from .decisions import Decisions
 from .errors import EverstepError, ReplicasDiffer, StepOrder
 from .format.records import IncarnationRecord, RunRecord
+from .guarding import Protection, begin_protection
 from .handles import SaveHandle
 from .memory.control import Purpose
 from .memory.process import Process
@@ -62,6 +65,7 @@ class Session:
         self._ranks = ranks
         self._policy = policy
         self._tier = tier
+        tier.lead = 1 if overlap else 0
         self._record = record
         adopted = adopted_of(record)
         tier.open(run_id=run.run_id, incarnation=record.number, adopted=adopted, world=ranks.world)
@@ -79,6 +83,11 @@ class Session:
         self._pins: dict[int, Pinned] = {}
         """Slots whose flush was asked for: the agent pins a slot only when it comes to the request, and a new one
         has to find what a killed one was writing."""
+        self._wait_s: float | None = None
+        """How long training waits for an agent that protects it; None: it is not to be protected."""
+        self._told = -1
+        """The newest step of which the agent was told that it is there."""
+        self._agent_missed: float | None = None
         self._ended = False
         self._last_step = adopted[1] if adopted is not None else -1
 
@@ -94,6 +103,20 @@ class Session:
     @property
     def agent_pid(self) -> int | None:
         return self._client.agent_pid
+
+    def protect(self, wish: Protection, chunk_bytes: int) -> None:
+        """From now on, against the loss of nodes; all ranks call it. Raises what :func:`.guarding.begin_protection`
+        does."""
+        begin_protection(
+            wish,
+            self._ranks,
+            self._client,
+            self._tier,
+            self._policy,
+            incarnation=self._record.number,
+            chunk_bytes=chunk_bytes,
+        )
+        self._wait_s = wish.timeout_s(self._policy)
 
     # -- the trainer's calls
 
@@ -153,13 +176,17 @@ class Session:
             raise error
 
     def status(self) -> dict[str, Any]:
-        complete = self._tier.complete()
+        complete, protected = self._tier.complete(), self._tier.arena.protected
+        agent = self._client.status()
         return {
             "incarnation": self._record.number,
             "newest_complete_in_memory": complete[1] if complete else None,
+            "newest_protected": protected[1] if protected and protected[0] == self._record.number else None,
+            "guarded": self._tier.guarded,
             "newest_durable": self.outcomes.newest_durable,
             "unfinished": self.outcomes.unfinished(),
-            "agent": self._client.status(),
+            "peers": agent["guard"],
+            "agent": agent,
         }
 
     def close(self, *, flush: bool, keep: bool = False) -> None:
@@ -177,7 +204,7 @@ class Session:
             with contextlib.ExitStack() as stack:
                 stack.callback(self._tier.close, remove=safe and not keep)
                 stack.callback(self._client.close)
-                stack.callback(self._goodbye, flush)
+                stack.callback(self._goodbye, flush, safe and not keep)
                 stack.callback(self._snapshots.close)
                 stack.callback(self._pins.clear)
 
@@ -193,10 +220,11 @@ class Session:
             self.wait_durable(newest.step, None)
         self.outcomes.tell()
 
-    def _goodbye(self, flush: bool) -> None:
+    def _goodbye(self, flush: bool, safe: bool) -> None:
         """Whatever is not durable by now was told; the agent's complaint would hide it."""
         try:
-            self._client.bye(timeout_s=min(GOODBYE_TIMEOUT_S, self._policy.close_timeout_s), flush=flush)
+            timeout_s = min(GOODBYE_TIMEOUT_S, self._policy.close_timeout_s)
+            self._client.bye(timeout_s=timeout_s, flush=flush, safe=safe)
         except EverstepError as error:
             log.warning("everstep: leaving the agent: %s", error)
 
@@ -248,6 +276,7 @@ class Session:
         if self._snapshots.moved_arena:
             self._snapshots.moved_arena = False
             self._client.rearm(self._tier.arena.info.path or self._tier.arena.fileno())
+        self._tell_taken()
         self._tier.drop_outgrown()
 
     def _flush(self, step: int) -> SaveHandle:
@@ -261,6 +290,7 @@ class Session:
 
     def _send_pending(self) -> None:
         """Ask for the flush once its snapshot is whole (a late copy may still be running)."""
+        self._tell_taken()
         taken = self._pending
         if taken is None:
             return
@@ -273,6 +303,33 @@ class Session:
             self._pending = None
             self._pins[taken.step] = self._tier.arena.pin(taken.slot, taken.generation, purpose=Purpose.FLUSH)
             self._client.flush(taken.step, slot=taken.slot, generation=taken.generation, kind="full")
+
+    def _tell_taken(self) -> None:
+        """The agent sends a snapshot to other nodes once it is whole."""
+        newest = self._snapshots.newest
+        if self._wait_s is not None and newest is not None and newest.whole and newest.step != self._told:
+            self._told = newest.step
+            self._client.taken(newest.step, slot=newest.slot, generation=newest.generation)
+
+    def _mind_agent(self) -> None:
+        """Where no agent is to be had for too long, training goes on unprotected; until there is one again."""
+        if self._wait_s is None:
+            return
+        if self._client.is_up:
+            self._agent_missed = None
+            self._tier.guarded = True
+            return
+        now = time.monotonic()
+        if self._agent_missed is None:
+            self._agent_missed = now
+        if self._tier.guarded and now - self._agent_missed >= self._wait_s:
+            self._tier.guarded = False
+            warnings.warn(
+                f"everstep: no agent for {self._wait_s:g} s: training goes on, but snapshots are not protected against "
+                "the loss of this node",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _check_order(self, step: int, *, again: bool) -> None:
         if step > self._last_step or (again and step == self._last_step and self._snapshots.holds(step)):
@@ -292,6 +349,7 @@ class Session:
     def _hear_quietly(self) -> None:
         for progress in self._client.poll():
             self._note(progress)
+        self._mind_agent()
 
     def _note(self, progress: Progress) -> None:
         if progress.stage != "equal" or self._ranks.rank == 0:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from everstep.errors import AgentError, EverstepError, SaveFailed
+import msgspec
+from everstep.errors import AgentError, EverstepError, SaveFailed, from_wire
 
 from . import places
 from .frames import FrameSocket
@@ -26,9 +27,14 @@ from .protocol import (
     FlushRequest,
     GiveUpRequest,
     Goodbye,
+    Guarded,
+    Guarding,
+    Listen,
+    Listening,
     News,
     StatusAnswer,
     StatusRequest,
+    Taken,
 )
 from .values import NO_STEP, VERDICTS, AgentSettings, Hello, Progress
 
@@ -40,7 +46,7 @@ STEPS_MAX = 10_000
 """Steps whose attempts and verdicts are remembered."""
 
 T = TypeVar("T")
-ReplyT = TypeVar("ReplyT", StatusAnswer, Goodbye)
+ReplyT = TypeVar("ReplyT", StatusAnswer, Listening, Guarded, Goodbye)
 
 _clients: weakref.WeakSet[AgentClient] = weakref.WeakSet()
 _fork_hooked = False
@@ -225,12 +231,46 @@ class AgentClient:
         self._link.send(StatusRequest(number))
         return self._reply(StatusAnswer, number, STATUS_S).status
 
+    # -- protection against the loss of nodes
+
+    def listen_for_peers(self, host: str, secret: bytes, *, timeout_s: float) -> tuple[str, int]:
+        """Where agents of other nodes that know ``secret`` reach this node's. Raises AgentError, PeerLost."""
+        self._check_process()
+        self._await_up(timeout_s)
+        number = next(self._numbers)
+        self._link.send(Listen(number, host, secret, self._hello.incarnation))
+        answer = self._reply(Listening, number, timeout_s)
+        if answer.error is not None:
+            raise from_wire(answer.error)
+        return answer.host, answer.port
+
+    def guard(self, wish: Guarding, *, timeout_s: float) -> None:
+        """Have this node's snapshots protected from now on, and others' kept. Raises MemoryTooSmall, AgentError,
+        PeerLost."""
+        self._check_process()
+        self._await_up(timeout_s)
+        number = next(self._numbers)
+        self._link.send(msgspec.structs.replace(wish, number=number))
+        answer = self._reply(Guarded, number, timeout_s)
+        if answer.error is not None:
+            raise from_wire(answer.error)
+
+    def taken(self, step: int, *, slot: int, generation: int) -> None:
+        """There is a snapshot of ``step``. Does not wait; an agent that is not there finds it when it comes."""
+        self._check_process()
+        self._link.send(Taken(step, slot, generation))
+
+    @property
+    def is_up(self) -> bool:
+        """Whether an agent serves this trainer, as far as it is known."""
+        return self._link.state is State.UP
+
     # -- the end
 
-    def bye(self, *, timeout_s: float, flush: bool = True) -> None:
+    def bye(self, *, timeout_s: float, flush: bool = True, safe: bool = False) -> None:
         """Say that this trainer ends on purpose. ``flush``: first wait for the verdicts on what was asked
         for. Without, nothing is waited for, and nothing more is made durable than what the agent has
-        accepted.
+        accepted. ``safe``: what lies in memory is durable, also what other nodes keep of it and this one of theirs.
 
         Raises SaveFailed if flushes are left after ``timeout_s`` (a process agent still goes on with them).
         """
@@ -243,11 +283,11 @@ class AgentClient:
         left = sorted(self._wanted)
         number = next(self._numbers)
         if self._link.state is State.SILENT:
-            self._link.send(Bye(number, flush))  # it may wake up, and is not waited for
+            self._link.send(Bye(number, flush, safe))  # it may wake up, and is not waited for
         elif self._link.state is not State.DOWN:
             with contextlib.suppress(AgentError):
                 self._await_up(max(0.0, deadline - time.monotonic()))
-                self._link.send(Bye(number, flush))
+                self._link.send(Bye(number, flush, safe))
                 self._reply(Goodbye, number, max(0.1, deadline - time.monotonic()))
                 self._said_goodbye = flush and not left
         self.close()

@@ -22,6 +22,7 @@ MAP_BYTES = 16 << 20
 """Bound of the journal; an entry has a few hundred bytes, and jobs and members are bounded in number."""
 
 _KEY = struct.Struct(">QQI")
+_GUARD = b"guard"
 
 QUEUED = "queued"
 VOTED = "voted"
@@ -54,6 +55,25 @@ class JobEntry:
 
 
 @dataclass(frozen=True)
+class GuardEntry:
+    """How this node's snapshots are protected: an encoded node map, this node's position in it, the secret of the
+    agents, and where this one listens."""
+
+    nodes: bytes
+    me: int
+    run_id: str
+    incarnation: int
+    secret: bytes
+    host: str
+    port: int
+    arenas: str
+    chunk_bytes: int
+    rate_bytes_per_s: float | None
+    timeout_s: float
+    limit_s: float
+
+
+@dataclass(frozen=True)
 class MemberEntry:
     """A registered trainer with an arena that has a path."""
 
@@ -82,6 +102,8 @@ class Journal(Protocol):
     def drop_jobs(self, entries: list[JobEntry]) -> None: ...
     def put_member(self, entry: MemberEntry) -> None: ...
     def drop_member(self, entry: MemberEntry) -> None: ...
+    def guard(self) -> GuardEntry | None: ...
+    def put_guard(self, entry: GuardEntry) -> None: ...
     def close(self) -> None: ...
 
 
@@ -101,6 +123,10 @@ class NoJournal:
     def drop_jobs(self, entries: list[JobEntry]) -> None: ...
     def put_member(self, entry: MemberEntry) -> None: ...
     def drop_member(self, entry: MemberEntry) -> None: ...
+    def guard(self) -> GuardEntry | None:
+        return None
+
+    def put_guard(self, entry: GuardEntry) -> None: ...
     def close(self) -> None: ...
 
 
@@ -135,6 +161,7 @@ class LmdbJournal:
                 txn.put(b"state", _encode({"v": VERSION, "epoch": self.epoch}))
             self.jobs()
             self.members()
+            self.guard()
         except BaseException:
             self._env.close()
             raise
@@ -167,10 +194,19 @@ class LmdbJournal:
         with self._env.begin(write=True, db=self._members) as txn:
             txn.delete(entry.key)
 
+    def guard(self) -> GuardEntry | None:
+        """What :meth:`put_guard` said last."""
+        with self._env.begin(db=self._meta) as txn:
+            value = txn.get(_GUARD)
+        return None if value is None else msgspec.convert(_decode(value), GuardEntry)
+
+    def put_guard(self, entry: GuardEntry) -> None:
+        self._put(self._meta, _GUARD, entry)
+
     def close(self) -> None:
         self._env.close()
 
-    def _put(self, db: Any, key: bytes, entry: JobEntry | MemberEntry) -> None:
+    def _put(self, db: Any, key: bytes, entry: JobEntry | MemberEntry | GuardEntry) -> None:
         try:
             with self._env.begin(write=True, db=db) as txn:
                 txn.put(key, _encode(entry))

@@ -40,6 +40,8 @@ class Member:
     arena_path: str
     farewell: str | None = None
     dead: bool = False
+    safe: bool = False
+    """Whether it left with its newest snapshot durable."""
     watch: Watch | None = None
 
     @classmethod
@@ -152,8 +154,8 @@ class Members:
                 if nameless if path is None else not path.exists():
                     del self._arenas[rank]
 
-    def leave(self, member: Member, farewell: str) -> None:
-        member.farewell = farewell
+    def leave(self, member: Member, farewell: str, *, safe: bool) -> None:
+        member.farewell, member.safe = farewell, safe
         self._stop(member)
 
     def close(self) -> None:

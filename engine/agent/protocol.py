@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from everstep.errors import AgentError
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Goes up with every change of the messages after the handshake."""
 
 FRAME_BYTES_MAX = 1 << 20
@@ -82,11 +82,47 @@ class ArenasRequest(msgspec.Struct, tag="arenas?", tag_field="t"):
     descriptors: bool
 
 
+class Listen(msgspec.Struct, tag="listen", tag_field="t"):
+    """Asks for an address at which agents of other nodes reach this one, on ``host``. ``secret`` is what they all
+    know; it stays on this machine."""
+
+    number: int
+    host: str
+    secret: bytes
+    incarnation: int
+
+
+class Guarding(msgspec.Struct, tag="guarding", tag_field="t"):
+    """Protect this incarnation's snapshots against the loss of nodes. ``nodes`` is an encoded
+    :class:`~everstep.peers.nodemap.NodeMap`, ``me`` this node's position in it; ``arenas`` is the directory for what
+    is kept of others; the times: see :class:`~everstep.peers.hub.Tally`."""
+
+    number: int
+    nodes: bytes
+    me: int
+    incarnation: int
+    arenas: str
+    chunk_bytes: int
+    rate_bytes_per_s: float | None
+    timeout_s: float
+    limit_s: float
+
+
+class Taken(msgspec.Struct, tag="taken", tag_field="t"):
+    """A snapshot is VALID: it can be sent to other nodes."""
+
+    step: int
+    slot: int
+    generation: int
+
+
 class Bye(msgspec.Struct, tag="bye", tag_field="t"):
-    """The trainer ends on purpose. ``flush`` False: nothing more is to be made durable on its behalf."""
+    """The trainer ends on purpose. ``flush`` False: nothing more is to be made durable on its behalf. ``safe``: its
+    newest snapshot is durable, and nobody needs what lies in memory any more."""
 
     number: int
     flush: bool
+    safe: bool = False
 
 
 class Welcome(msgspec.Struct, tag="welcome", tag_field="t"):
@@ -123,18 +159,47 @@ class StatusAnswer(msgspec.Struct, tag="status", tag_field="t"):
 
 
 class ArenasAnswer(msgspec.Struct, tag="arenas", tag_field="t"):
-    """One map each: rank, incarnation, path ("" where a descriptor comes with the frame, in this order)."""
+    """One map each: rank, incarnation, path ("" where a descriptor comes with the frame, in this order). What is kept
+    of other nodes' ranks is among them where it has no path."""
 
     number: int
     arenas: list[dict[str, Any]]
+
+
+class Listening(msgspec.Struct, tag="listening", tag_field="t"):
+    """Where other nodes' agents reach this one; or why not."""
+
+    number: int
+    host: str
+    port: int
+    error: dict[str, Any] | None = None
+
+
+class Guarded(msgspec.Struct, tag="guarded", tag_field="t"):
+    """There is memory for all that this node is to keep; or why not."""
+
+    number: int
+    error: dict[str, Any] | None = None
 
 
 class Goodbye(msgspec.Struct, tag="goodbye", tag_field="t"):
     number: int
 
 
-Request = Knock | Register | FlushRequest | GiveUpRequest | Ping | StatusRequest | ArenasRequest | Bye
-Reply = Answer | Welcome | Refused | News | Pong | StatusAnswer | ArenasAnswer | Goodbye
+Request = (
+    Knock
+    | Register
+    | FlushRequest
+    | GiveUpRequest
+    | Ping
+    | StatusRequest
+    | ArenasRequest
+    | Listen
+    | Guarding
+    | Taken
+    | Bye
+)
+Reply = Answer | Welcome | Refused | News | Pong | StatusAnswer | ArenasAnswer | Listening | Guarded | Goodbye
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

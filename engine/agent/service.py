@@ -30,10 +30,11 @@ from everstep.store.runs import open_run
 
 from . import protocol
 from .guard import SameRun
-from .journal import JobEntry, Journal
+from .journal import GuardEntry, JobEntry, Journal
 from .members import FLUSHED, KEPT, Member, Members, find_snapshot, open_arena
 from .orphans import Orphans
 from .pipeline import Flush, Pipeline
+from .protection import Protection
 from .protocol import (
     ArenasAnswer,
     ArenasRequest,
@@ -41,11 +42,14 @@ from .protocol import (
     FlushRequest,
     GiveUpRequest,
     Goodbye,
+    Guarding,
+    Listen,
     News,
     Register,
     Request,
     StatusAnswer,
     StatusRequest,
+    Taken,
     Welcome,
 )
 from .rotation import Rotator
@@ -86,11 +90,14 @@ class Service:
         self._rotator: Rotator | None = None
         self._events: EventLog | None = None
         self._orphans = Orphans(self)
+        self.protection = Protection(self)
         self._registered: set[Peer] = set()
         self._order = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._handling = 0
         self._draining = False
+        self.stays = False
+        """Whether it serves on though nobody comes: on a spare node."""
         self._started = time.monotonic()
         self._last_events = 0.0
 
@@ -100,13 +107,14 @@ class Service:
         """Go on with what the journal holds, in the background."""
         if self._journal.repaired:
             log.error("the journal was damaged and has been set aside: %s", self._journal.repaired)
-        self._keep(self._resume())
-        self._keep(self._linger())
+        self.keep(self._resume())
+        self.keep(self._linger())
 
     async def close(self) -> None:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.protection.close()
         if self._rotator is not None:
             await self._rotator.close()
         if self.pipeline is not None:
@@ -122,13 +130,15 @@ class Service:
         """Nobody is served and nothing is left to do."""
         busy = self.pipeline is not None and self.pipeline.busy
         rotating = self._rotator is not None and self._rotator.busy
-        return not (self.members.anyone_here or busy or rotating or self._orphans.busy or self._handling)
+        busy = busy or rotating or self._orphans.busy or self.protection.busy
+        return not (self.members.anyone_here or busy or self._handling)
 
     def leave(self) -> None:
         self.stopped.set()
 
     def drain(self) -> None:
-        """End as soon as nothing is left to do (SIGTERM)."""
+        """End as soon as nothing is left to do (SIGTERM), also where it stays without trainers."""
+        self.stays = False
         self._draining = True
 
     def gone(self, peer: Peer) -> None:
@@ -142,7 +152,7 @@ class Service:
             self.members.let_go()
             if not self.idle:
                 since = time.monotonic()
-            elif self._draining or time.monotonic() - since >= self._linger_s:
+            elif self._draining or (not self.stays and time.monotonic() - since >= self._linger_s):
                 self.leave()
 
     @property
@@ -153,6 +163,7 @@ class Service:
         """Members and jobs of the former agent. A job whose slot is gone fails as any other: aborted,
         reported."""
         await self._resume_members()
+        self.keep(self.protection.resume(await self._journaled(self._journal.guard)))
         jobs = await self._journaled(self._journal.jobs)
         self._order = max([self._order, *(entry.order for entry in jobs)])
         self._handling += 1
@@ -234,6 +245,12 @@ class Service:
                 self._pipeline.give_up(
                     member.incarnation, request.step, request.attempt, request.reason, member.world
                 )
+            elif isinstance(request, Listen):
+                await self.protection.listen(peer, peer.member, request)
+            elif isinstance(request, Guarding):
+                await self.protection.guard(peer, peer.member, request)
+            elif isinstance(request, Taken):
+                self.protection.taken(request)
             elif isinstance(request, Bye):
                 await self._bye(peer, peer.member, request)
         finally:
@@ -247,6 +264,7 @@ class Service:
             if fd is not None:
                 os.close(fd)
         self.members.add(member)
+        self.protection.joined(member)
         if hello.arena:
             await self._journaled(self._journal.put_member, member.entry())
         if hello.incarnation >= self.members.newest:
@@ -255,7 +273,7 @@ class Service:
         if peer.open:
             self._registered.add(peer)
         peer.send(Welcome(self._journal.epoch))
-        self._keep(self._check_incarnations())
+        self.keep(self._check_incarnations())
 
     async def _admit(self, hello: Register, fd: int | None) -> Member:
         """The trainer as a member, once everything that it says of itself was checked. Raises AgentError,
@@ -307,16 +325,19 @@ class Service:
         await self._pipeline.add(entry, self.pin_of(member, request.slot, request.generation))
 
     async def _bye(self, peer: Peer, member: Member, request: Bye) -> None:
-        self.members.leave(member, FLUSHED if request.flush else KEPT)
+        self.members.leave(member, FLUSHED if request.flush else KEPT, safe=request.safe)
+        self.protection.left()
         await self._journaled(self._journal.drop_member, member.entry())
         peer.send(Goodbye(request.number))
-        self._keep(self._orphans.look())
+        self.keep(self._orphans.look())
 
     def _send_arenas(self, peer: Peer, request: ArenasRequest) -> None:
         """Where each rank's arena is; those without a path only to whoever takes their descriptors."""
         known: list[dict[str, Any]] = []
         fds: list[int] = []
-        for rank, arena in self.members.arenas().items():
+        own, kept = self.members.arenas(), self.protection.kept()
+        nameless = [(rank, arena) for rank, arena in kept.items() if arena.info.path is None]
+        for rank, arena in [*own.items(), *nameless]:
             path = arena.info.path
             if path is None and not request.descriptors:
                 continue
@@ -356,6 +377,7 @@ class Service:
                 }
                 for f in flushes
             ],
+            "guard": self.protection.status(),
         }
 
     # -- for the queue and the orphans
@@ -426,7 +448,7 @@ class Service:
         if progress.stage != "queued" and self._events is not None:
             facts = {k: v for k, v in vars(progress).items() if k not in ("stage", "tier") and v is not None}
             self._events.append(progress.stage, **facts)
-            self._keep(self._write_events())
+            self.keep(self._write_events())
 
     def rotate(self, incarnation: int) -> None:
         """After a commit, and when the storage was full: what retention gives up, or gave up since it was changed,
@@ -441,6 +463,9 @@ class Service:
 
     async def forget(self, entries: list[JobEntry]) -> None:
         await self._journaled(self._journal.drop_jobs, entries)
+
+    async def journaled_guard(self, entry: GuardEntry) -> None:
+        await self._journaled(self._journal.put_guard, entry)
 
     async def forget_member(self, member: Member) -> None:
         await self._journaled(self._journal.drop_member, member.entry())
@@ -481,7 +506,7 @@ class Service:
         self._events = EventLog(
             self._guarded, f"agent-{self.settings.run_key}-{self._journal.epoch}-{me.start_time}"
         )
-        self._keep(self.pipeline.run())
+        self.keep(self.pipeline.run())
 
     async def _check_incarnations(self) -> None:
         """A trainer came: what it has made pointless ends, and older trainers hear that they are
@@ -502,7 +527,7 @@ class Service:
         log.info("rank %d of incarnation %d has ended without goodbye", member.rank, member.incarnation)
         for flush in [] if self.pipeline is None else self.pipeline.flushes():
             flush.changed.set()
-        self._keep(self._orphans.look())
+        self.keep(self._orphans.look())
 
     def _in_use(self, incarnation: int) -> bool:
         return any(flush.incarnation == incarnation for flush in self._pipeline.flushes())
@@ -533,7 +558,7 @@ class Service:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._journal_thread, functools.partial(work, *args))
 
-    def _keep(self, work: Awaitable[None]) -> None:
+    def keep(self, work: Awaitable[None]) -> None:
         """Run beside everything else; what goes wrong is logged."""
         task = asyncio.ensure_future(_logged(work))
         self._tasks.add(task)

@@ -97,7 +97,8 @@ class Prover:
         name, offset, _ = bad[0]
         offer = self._offer
         return Damaged(
-            f"rank {offer.rank}, step {offer.step}: {name} came damaged from node {self._link.peer}, from byte {offset} on",
+            f"rank {offer.rank}, step {offer.step}: {name} came damaged from node {self._link.peer}, from byte "
+            f"{offset} on",
             found=f"{len(bad)} pieces that do not have their hash, sent twice",
             expected="the bytes whose hashes were sealed",
             hint="The memory of that node may be faulty, or the network in between",

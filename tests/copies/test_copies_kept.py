@@ -19,6 +19,7 @@ from everstep.format import layout as layouts
 from everstep.memory.arena import Arena
 from everstep.memory.control import COPY_PREFIX, IMAGE_PREFIX
 from everstep.memory.directory import find_arenas
+from everstep.memory.header import Kind
 from everstep.places import locate
 from everstep.store.fsck import check
 from torch import nn
@@ -47,7 +48,7 @@ def in_slots(root: Path, nodes: list[str], step: int) -> dict[str, list[tuple[in
     """By key of the part "model": rank, kind of region and bytes of each place in the slots of ``step``."""
     found: dict[str, list[tuple[int, str, bytes]]] = {}
     for node in nodes:
-        for info in find_arenas(directory_of(root, node)):
+        for info in find_arenas(directory_of(root, node), Kind.OWN):
             assert info.path is not None
             with Arena.attach(info.path) as arena:
                 for one in arena.snapshots():
@@ -124,7 +125,7 @@ def test_copies_lie_on_the_other_node_and_are_not_written(root: Path, nodes: lis
         say("there")
         threading.Event().wait(WAIT_S)
 
-    for rank in job.start(places, body, memory=KEPT, policy=AUDITED):
+    for rank in job.start(places, body, memory=KEPT, agent="process", policy=AUDITED):
         assert rank.line() == "durable" and rank.line() == "there"
     job.kill()
     for step in (1, 2):
@@ -145,7 +146,7 @@ def test_copies_lie_on_the_other_node_and_are_not_written(root: Path, nodes: lis
         say(step, ckpt.recovery.tier, same)
         ckpt.close(flush=False)
 
-    assert job.run(places, again, memory=KEPT, policy=AUDITED) == [["2 memory True"]] * 4
+    assert job.run(places, again, memory=KEPT, agent="process", policy=AUDITED) == [["2 memory True"]] * 4
 
 
 @pytest.mark.parametrize("policy", ["warn", "refuse"])
@@ -167,7 +168,7 @@ def test_a_flipped_bit_of_a_copys_holder_is_named_at_the_next_flush(
         ckpt.close(flush=False)
 
     places = [nodes[0], nodes[0], nodes[1], nodes[1]]
-    ends = job.run(places, body, memory=KEPT, policy={**AUDITED, "on_disagreement": policy, "keep_last": 9})
+    ends = job.run(places, body, memory=KEPT, agent="process", policy={**AUDITED, "on_disagreement": policy, "keep_last": 9})
     for (line,) in ends:
         (stored, copied), first, second, third = json.loads(line)
         assert stored // 2 != copied // 2 and first == ["durable"]
@@ -207,7 +208,7 @@ def test_copies_come_late_too_and_grow_with_the_state(root: Path, nodes: list[st
 
     memory = everstep.Memory(replicas=1, copy="overlap", bytes=1 << 20)
     places = [nodes[0], nodes[0], nodes[1], nodes[1]]
-    for rank in job.start(places, body, memory=memory, policy=AUDITED):
+    for rank in job.start(places, body, memory=memory, agent="process", policy=AUDITED):
         assert rank.line() == "True"
     job.kill()
     wanted = {f"p{i}": torch.full((SIZE,), float(i - 3)) for i in range(KEYS)}
@@ -232,7 +233,7 @@ def test_more_copies_than_other_nodes_are_lowered_aloud(root: Path, nodes: list[
 
     places = [nodes[0], nodes[0], nodes[1], nodes[1]]
     memory = everstep.Memory(replicas=3)
-    assert job.run(places, body, memory=memory, policy=AUDITED) == [["1 1"], ["0 1"], ["0 1"], ["0 1"]]
+    assert job.run(places, body, memory=memory, agent="process", policy=AUDITED) == [["1 1"], ["0 1"], ["0 1"], ["0 1"]]
     check_slots(root, nodes[:2], 1, tensors(1))
     assert locate(root, node=nodes[0]).run_key != locate(root, node=nodes[1]).run_key
 
@@ -244,7 +245,7 @@ def test_ranks_must_want_the_same_number(root: Path, nodes: list[str], job: Job)
             ckpt.save(1, state_of(tensors(1), rank))
         say("refused")
 
-    assert job.run(nodes[:2], body, memory=KEPT, policy=AUDITED) == [["refused"]] * 2
+    assert job.run(nodes[:2], body, memory=KEPT, agent="process", policy=AUDITED) == [["refused"]] * 2
 
 
 def test_shards_have_copies_among_those_who_hold_the_same(root: Path, nodes: list[str], job: Job) -> None:
@@ -265,7 +266,7 @@ def test_shards_have_copies_among_those_who_hold_the_same(root: Path, nodes: lis
         ckpt.close(flush=False)
 
     places = [nodes[0], nodes[0], nodes[1], nodes[1]]
-    ends = job.run(places, body, memory=KEPT, policy=AUDITED)
+    ends = job.run(places, body, memory=KEPT, agent="process", policy=AUDITED)
     for rank, (line,) in enumerate(ends):
         owners, first, _ = json.loads(line)
         assert sorted(owners) == [rank % 2, rank % 2 + 2] and first == ["durable"]

@@ -1,0 +1,156 @@
+"""Opening the protection of a job's snapshots against the loss of nodes: all ranks agree on the node map, and every
+node's agent has the memory that it needs, before the first step; or all ranks hear why not."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .agent.client import AgentClient
+from .agent.protocol import Guarding
+from .errors import BadOption
+from .memorytier import MemoryTier
+from .peers.address import own_address
+from .peers.nodemap import NodeMap, PeerNode, encode_map
+from .peers.secret import SECRET, SECRET_BYTES, SECRET_FILE, run_secret
+from .plan.placement import Node, holders, node_map
+from .policy import Memory, Policy
+from .ranks import Ranks
+
+DOMAIN = "EVERSTEP_DOMAIN"
+SHARE = 0.5
+"""The part of the wait for a slot that protection may take: training must go on without it before that ends."""
+
+
+@dataclass(frozen=True)
+class Protection:
+    """What is to be done for this job. ``nodes`` are those of all ranks, ``copies`` how many lost nodes are to be
+    survived, as far as there are nodes; ``domains`` by node what it shares the fate of."""
+
+    memory: Memory
+    nodes: Sequence[str]
+    copies: int
+    domains: Mapping[str, str]
+
+    @property
+    def wanted(self) -> bool:
+        return self.copies > 0
+
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """By node, in the order of their first ranks, those that keep whole snapshots of it; spare ones come last."""
+        spares = [Node(name, spare=True) for name in self.memory.spares]
+        copies = 0 if self.memory.parity is not None else self.copies
+        return holders([*node_map(self.nodes, self.domains), *spares], copies)
+
+    def timeout_s(self, policy: Policy) -> float:
+        """How long training waits for protection that makes no progress."""
+        return min(self.memory.replica_timeout_s, SHARE * policy.slot_timeout_s)
+
+    def check_agent(self, agent: str) -> None:
+        """An inline agent sees its own rank only."""
+        if self.wanted and agent == "inline" and len(set(self.nodes)) < len(self.nodes):
+            raise BadOption(
+                "snapshots of nodes with several ranks are protected by an agent of the whole node",
+                found='agent="inline"',
+                expected='agent="process"',
+            )
+
+
+def begin_protection(
+    wish: Protection,
+    ranks: Ranks,
+    client: AgentClient,
+    tier: MemoryTier,
+    policy: Policy,
+    *,
+    incarnation: int,
+    chunk_bytes: int,
+) -> None:
+    """Called by all ranks. Raises BadOption, MemoryTooSmall, AgentError, PeerLost; RankError for others'."""
+    timeout_s = policy.rank_timeout_s
+    first = wish.nodes.index(wish.nodes[ranks.rank]) == ranks.rank
+    secret = _agree_on_secret(ranks, wish.memory, timeout_s)
+
+    def listen() -> tuple[str, int] | None:
+        return client.listen_for_peers(own_address(), secret, timeout_s=timeout_s) if first else None
+
+    address = ranks.together("opening the agents' ports", listen, timeout_s=timeout_s)
+    mine = [address, tier.arena.info.slot_bytes]
+    told = ranks.agree("comparing the agents' addresses", mine, timeout_s=timeout_s)
+    nodes = addressed(wish, told)
+
+    def guard() -> None:
+        if first:
+            here = list(dict.fromkeys(wish.nodes)).index(wish.nodes[ranks.rank])
+            request = Guarding(
+                number=0,
+                nodes=encode_map(nodes),
+                me=here,
+                incarnation=incarnation,
+                arenas=str(tier.directory),
+                chunk_bytes=chunk_bytes,
+                rate_bytes_per_s=wish.memory.replica_rate_bytes_per_s,
+                timeout_s=wish.timeout_s(policy),
+                limit_s=SHARE * policy.slot_timeout_s,
+            )
+            client.guard(request, timeout_s=timeout_s)
+
+    ranks.together("reserving memory for other nodes' snapshots", guard, timeout_s=timeout_s)
+    tier.guarded = True
+
+
+def domain_of(memory: Memory) -> str:
+    return memory.domain or os.environ.get(DOMAIN) or ""
+
+
+def addressed(wish: Protection, told: Sequence[Any]) -> NodeMap:
+    """``told``: what each rank said, its node's address (the first rank there) and the bytes of its slots."""
+    found = []
+    places = node_map(wish.nodes, wish.domains)
+    names = [place.name for place in places]
+    for place in places:
+        host, port = told[place.ranks[0]][0]
+        rooms = tuple(told[rank][1] for rank in place.ranks)
+        found.append(PeerNode(_text(place.name, names), host, port, place.domain, place.ranks, rooms))
+    for spare in wish.memory.spares:
+        host, _, port = spare.rpartition(":")
+        found.append(PeerNode(spare, host.strip("[]"), int(port), spare=True))
+    return NodeMap(tuple(found), wish.copies, wish.memory.parity)
+
+
+def _text(name: str, names: Sequence[str]) -> str:
+    """A node's name as people know it; numbered where two have the same."""
+    short = name.split("\0")[0]
+    same = [other for other in names if other.split("\0")[0] == short]
+    return short if len(same) == 1 else f"{short}#{same.index(name)}"
+
+
+def _agree_on_secret(ranks: Ranks, memory: Memory, timeout_s: float) -> bytes:
+    """The environment's on all ranks, or one that rank 0 makes for this incarnation."""
+    given = ranks.together("reading the agents' secret", run_secret, timeout_s=timeout_s)
+    told = ranks.from_first(
+        "agreeing on the agents' secret",
+        lambda: b"" if given is not None else secrets.token_bytes(SECRET_BYTES),
+        timeout_s=timeout_s,
+    )
+    missing = [rank for rank, has in enumerate(_who_has(ranks, given, timeout_s)) if not has]
+    if missing and len(missing) < ranks.world:
+        raise BadOption(
+            f"{SECRET} is set on some ranks only",
+            found=f"not on rank(s) {missing}",
+            expected=f"{SECRET} or {SECRET_FILE} on all ranks, or on none",
+        )
+    if given is None and memory.spares:
+        raise BadOption(
+            "spare nodes and trainers know each other by a secret of yours",
+            found="no secret",
+            expected=f"the same {SECRET} (or {SECRET_FILE}) for all trainers and everstep spare",
+        )
+    return given if given is not None else bytes(told)
+
+
+def _who_has(ranks: Ranks, given: bytes | None, timeout_s: float) -> list[bool]:
+    return list(ranks.agree("comparing secrets", given is not None, timeout_s=timeout_s))

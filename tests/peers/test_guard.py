@@ -1,0 +1,238 @@
+"""Agents of several nodes protect a job's snapshots: what is protected, W, and what happens when one is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from everstep.errors import MemoryTooSmall
+
+from .guard_kit import CHUNK, SOON_S, Job, until
+
+Start = Callable[..., Job]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    jobs: list[Job] = []
+
+    def begin(*args: Any, **options: Any) -> Job:
+        job = Job(tmp_path, *args, **options)
+        jobs.append(job)
+        return job.open()
+
+    yield begin
+    for job in jobs:
+        job.end()
+
+
+def occupy(sock: socket.socket, address: str) -> bool:
+    """Listen there, once a dying process has let go of it."""
+    host, _, port = address.rpartition(":")
+    try:
+        sock.bind((host, int(port)))
+    except OSError:
+        return False
+    sock.listen()
+    return True
+
+
+@pytest.mark.parametrize(("nodes", "per_node", "copies"), [(2, 1, 1), (2, 2, 1), (3, 1, 2)])
+def test_w_is_what_is_protected_on_all_nodes(start: Start, nodes: int, per_node: int, copies: int) -> None:
+    job = start(nodes, per_node, copies)
+    assert {rank.complete for rank in job.ranks} == {-1}
+    for step in (3, 4, 7):
+        job.snapshot(step)
+        job.await_complete(step)
+        assert {rank.protected for rank in job.ranks} == {step}
+    for index, kept_by in enumerate(job.map.holders()):
+        for holder in kept_by:
+            for rank in job.nodes[index].ranks:
+                assert job.nodes[holder].held()[rank.rank] == {(1, 4), (1, 7)}
+                job.nodes[holder].check_held(rank.rank, (1, 7), 3 * CHUNK)
+    status = job.nodes[0].status()
+    assert (status["complete"], status["protected"], status["unprotected"]) == (7, 7, [])
+    assert {one["protected"] for one in status["nodes"].values()} == {7}
+    assert not {stage for rank in job.ranks for stage in rank.stages()} & {"peer_failed", "unprotected"}
+
+
+def test_w_waits_for_every_rank(start: Start) -> None:
+    job = start(2, 2)
+    job.snapshot(1)
+    job.await_complete(1)
+    for rank in job.ranks[:3]:
+        rank.snapshot(2)
+    until(lambda: job.nodes[0].ranks[0].protected == 2, "the first node's snapshot at the second's")
+    assert not job.complete_is(2) and job.nodes[1].ranks[0].protected == 1
+    job.ranks[3].snapshot(2)
+    job.await_complete(2)
+
+
+def test_a_peers_agent_is_killed_in_mid_transfer(start: Start) -> None:
+    """Training goes on, the older replica stays usable, the error is told, and protection comes back."""
+    env = {1: {"EVERSTEP_AGENT_POINTS": "kill:keeper.begun:2"}}
+    job = start(2, 1, env=env, slots=4)
+    job.snapshot(1)
+    job.await_complete(1)
+    killed = job.nodes[1].agent()
+    job.snapshot(2)
+    until(lambda: killed is None or not killed.alive(), "the death of the agent")
+    assert job.nodes[1].held() == {0: {(1, 1)}}
+    job.snapshot(3)
+    job.await_complete(3)
+    job.nodes[1].check_held(0, (1, 3), 3 * CHUNK)
+    assert job.nodes[0].status()["unprotected"] == []
+    assert "agent_lost" in job.ranks[1].stages()
+
+
+def test_a_node_without_an_agent_holds_nobody_up(start: Start) -> None:
+    """The hub goes on without it, aloud; when it is back, W waits for it again."""
+    job = start(3, 1)
+    job.snapshot(1)
+    job.await_complete(1)
+    agent = job.nodes[1].agent()
+    assert agent is not None
+    os.kill(agent.pid, signal.SIGSTOP)
+    try:
+        job.snapshot(2)
+        rank = job.ranks[0]
+        until(lambda: "unprotected" in rank.stages() and rank.complete == 2, "W without it")
+        told = [one for one in rank.heard if one.stage == "unprotected"]
+        assert any("n1" in one.error["message"] for one in told if one.error)
+        assert rank.protected == 1 and "peer_failed" not in rank.stages()
+        job.ranks[0].snapshot(3)
+        job.ranks[2].snapshot(3)
+        until(lambda: rank.complete == 3, "W without it")
+    finally:
+        os.kill(agent.pid, signal.SIGCONT)
+    job.ranks[1].snapshot(3)
+    for step in (4, 5, 6):
+        job.snapshot(step)
+        job.await_complete(step)
+    until(lambda: "protected" in rank.stages(), "word that it is back")
+    until(lambda: {one.protected for one in job.ranks} == {6}, "protection of the newest step")
+    assert job.nodes[0].status()["unprotected"] == []
+
+
+def test_the_hub_is_killed(start: Start) -> None:
+    """Its trainer starts it anew; it listens on the same port, and W goes on."""
+    job = start(3, 1)
+    job.snapshot(1)
+    job.await_complete(1)
+    address = job.nodes[0].status()["address"]
+    first = job.nodes[0].kill_agent()
+    until(lambda: first is None or not first.alive(), "the death of the hub")
+    job.snapshot(2)
+    job.await_complete(2)
+    status = job.nodes[0].status()
+    assert status["address"] == address and status["complete"] == 2
+    job.nodes[1].check_held(0, (1, 2), 3 * CHUNK)
+
+
+def test_without_a_hub_each_node_goes_on_alone(start: Start) -> None:
+    job = start(3, 1)
+    job.snapshot(1)
+    job.await_complete(1)
+    agent = job.nodes[0].agent()
+    assert agent is not None
+    os.kill(agent.pid, signal.SIGSTOP)
+    try:
+        for rank in job.ranks[1:]:
+            rank.snapshot(2)
+        until(lambda: all(rank.complete == 2 for rank in job.ranks[1:]), "W of each node alone")
+        for rank in job.ranks[1:]:
+            (told, *_) = [one for one in rank.hear() if one.stage == "unprotected"]
+            assert told.error is not None and "n0" in told.error["message"]
+    finally:
+        os.kill(agent.pid, signal.SIGCONT)
+    job.ranks[0].snapshot(2)
+    job.snapshot(3)
+    job.await_complete(3)
+    until(lambda: all("protected" in rank.stages() for rank in job.ranks[1:]), "word that the hub is back")
+
+
+def test_an_agent_that_starts_anew_goes_on_from_its_journal(start: Start) -> None:
+    """Nobody but its journal tells it what to do; its port is taken, so it tells the others where it is now."""
+    job = start(2, 1, linger_s=30.0, timeout_s=SOON_S)
+    job.snapshot(1)
+    job.await_complete(1)
+    node = job.nodes[1]
+    address = node.status()["address"]
+    first = node.kill_agent()
+    until(lambda: first is None or not first.alive(), "the death of the agent")
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        until(lambda: occupy(taken, address), "the port")
+        job.snapshot(2)
+        job.await_complete(2)
+        assert node.status()["address"] != address
+    node.check_held(0, (1, 2), 3 * CHUNK)
+
+
+def test_the_agent_of_a_dead_trainer_sends_and_keeps_on(start: Start) -> None:
+    job = start(2, 1, linger_s=30.0, mortal={1})
+    job.snapshot(1)
+    job.await_complete(1)
+    job.ranks[1].snapshot(2)
+    job.die(1)
+    job.ranks[0].snapshot(2)
+    job.await_complete(2)
+    assert {rank.protected for rank in job.ranks} == {2}
+    for holder, rank in ((0, 1), (1, 0)):
+        job.nodes[holder].check_held(rank, (1, 2), 3 * CHUNK)
+    assert job.nodes[1].agent() is not None
+
+
+def test_a_holder_without_memory_is_told_before_the_first_step(start: Start) -> None:
+    with pytest.raises(MemoryTooSmall):
+        start(2, 1, told_bytes=1 << 50)
+
+
+def test_a_flushing_goodbye_of_all_frees_what_is_held(start: Start) -> None:
+    job = start(2, 2)
+    job.snapshot(1)
+    job.await_complete(1)
+    first, second, *others = job.ranks
+    first.client.bye(timeout_s=SOON_S, flush=True, safe=True)
+    assert set(job.nodes[0].held()) == {2, 3}, "one of two ranks is still there"
+    second.client.bye(timeout_s=SOON_S, flush=True, safe=True)
+    until(lambda: job.nodes[0].held() == {}, "the end of what the first node held")
+    assert set(job.nodes[1].held()) == {0, 1}
+    for rank in others:
+        rank.client.bye(timeout_s=SOON_S, flush=True, safe=True)
+    until(lambda: job.nodes[1].held() == {}, "the end of what the second node held")
+
+
+def test_an_unsafe_goodbye_frees_nothing(start: Start) -> None:
+    job = start(2, 1, linger_s=0.3)
+    job.snapshot(1)
+    job.await_complete(1)
+    agents = [node.agent() for node in job.nodes]
+    for rank in job.ranks:
+        rank.client.bye(timeout_s=SOON_S, flush=False)
+    for agent in agents:
+        until(lambda agent=agent: agent is None or not agent.alive(), "the end of an agent")
+    assert job.nodes[0].held() == {1: {(1, 1)}} and job.nodes[1].held() == {0: {(1, 1)}}
+
+
+def test_the_next_incarnation_frees_the_former_ones_snapshots(start: Start) -> None:
+    """Not before it has a W of its own."""
+    job = start(3, 1)
+    job.snapshot(5)
+    job.await_complete(5)
+    job.reopen(2)
+    assert job.nodes[1].held()[0] == {(1, 5)}
+    assert job.nodes[0].held() == {1: set(), 2: {(1, 5)}}
+    job.snapshot(6)
+    job.await_complete(6)
+    job.snapshot(7)
+    job.await_complete(7)
+    until(
+        lambda: all(key[0] == 2 for node in job.nodes for keys in node.held().values() for key in keys),
+        "room",
+    )
