@@ -281,7 +281,11 @@ def test_others_that_do_not_come_are_named_and_may_come_later(directory: Path, s
 
 
 def test_the_older_parity_stays_until_the_newer_is_whole(three: list[Node], source: random.Random) -> None:
-    contents = {step: save(three, (1, step), source) for step in (10, 11)}
+    contents = {}
+    for step in (10, 11):
+        contents[step] = {at: source.randbytes(5 * CHUNK) for at in images_of(three[0].seats, source)}
+        for node in three:
+            node.save((1, step), contents[step])
     assert all(isinstance(root, bytes) for root in protect(three, (1, 10)).values())
     three[0].completed((1, 10))
     with pytest.raises(PeerLost):
