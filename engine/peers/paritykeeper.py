@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from everstep.errors import AgentError, BadOption, Closed, Damaged, EverstepError, StepOrder, Superseded
+from everstep.errors import AgentError, BadOption, Damaged, EverstepError, PeerLost, StepOrder, Superseded
 from everstep.format.constants import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
 from everstep.format.hashing import rank_root
 from everstep.format.records_table import decode_records
@@ -53,16 +52,13 @@ class ParityKeeper:
         node: str,
         run_id: str,
         *,
-        complete: Callable[[], Key | None],
         wait_s: float = WAIT_S,
     ) -> None:
-        """``complete`` says W, or after a resume the adopted snapshot: parity of it is never overwritten. A member is
-        kept waiting for the others for as long as anything moved within ``wait_s``."""
+        """A member is kept waiting for the others for as long as anything moved within ``wait_s``."""
         self._directory = directory
         self._run_key = run_key
         self._node = node
         self._run_id = run_id
-        self._complete = complete
         self._wait_s = wait_s
         self._changed = threading.Condition()
         """Guards what follows; notified when a member came, when one has sent a stripe, and at the end."""
@@ -71,6 +67,7 @@ class ParityKeeper:
         self._building: Building | None = None
         self._slot: WriteSlot | None = None
         self._sealing = False
+        self._complete: Key | None = None
         self._closed = False
 
     # -- arenas
@@ -131,32 +128,55 @@ class ParityKeeper:
         with self._changed:
             return [arena for arena in (self._arena, *self._outgrown) if arena is not None]
 
-    def drop(self, below: Key) -> None:
-        """Former arenas that hold nothing of ``below`` (W) or newer go; so they do after each new snapshot."""
+    def newest(self) -> Key | None:
+        """Of the snapshots of which parity is here."""
+        return max(filter(None, map(_newest, self.arenas())), default=None)
+
+    def completed(self, key: Key) -> None:
+        """W over all nodes, or the adopted snapshot before there is one: parity of it is not overwritten."""
         with self._changed:
-            self._drop(below)
+            self._complete = key
+            self._drop_outgrown()
+            self._changed.notify_all()
 
-    def _drop(self, below: Key | None) -> None:
+    def _drop_outgrown(self) -> None:
         for arena in list(self._outgrown):
-            if below is not None and all(found.key < below for found in arena.snapshots()):
-                arena.unlink()
-                arena.close()
+            if self._complete is not None and (_newest(arena) or (0, 0)) < self._complete:
                 self._outgrown.remove(arena)
+                _remove(arena)
 
-    def close(self) -> None:
-        """Whoever sends is refused from now on; what is published stays in its arena."""
+    def drop(self, below: Key) -> None:
+        """Remove the arenas that are not written to any more: the newest parity in them is older than ``below``."""
+        with self._changed:
+            for arena in list(self._outgrown):
+                if (_newest(arena) or (0, 0)) < below:
+                    self._outgrown.remove(arena)
+                    _remove(arena)
+            present = self._arena
+            if present is not None and self._building is None and (_newest(present) or below) < below:
+                self._arena = None
+                _remove(present)
+
+    def interrupt(self) -> None:
+        """What is being made is given up: the agent turns to another incarnation."""
+        with self._changed:
+            self._give_up(PeerLost("this node's agent turns to something else", node=self._node))
+            self._clear()
+
+    def close(self, *, remove: bool = False) -> None:
+        """Whoever sends is refused from now on; what is published stays in its arena, unless it is to be removed."""
         with self._changed:
             self._closed = True
-            self._give_up(Closed("this node's agent ends"))
+            self._give_up(PeerLost("this node's agent ends", node=self._node))
             self._clear()
             for arena in (self._arena, *self._outgrown):
                 if arena is not None:
-                    arena.close()
+                    _remove(arena) if remove else arena.close()
             self._arena, self._outgrown = None, []
 
     def _check_open(self) -> None:
         if self._closed:
-            raise Closed("this node's agent ends")
+            raise PeerLost("this node's agent ends", node=self._node)
 
     # -- what members send
 
@@ -265,7 +285,7 @@ class ParityKeeper:
             incarnation, step = building.key
             if (arena.info.incarnation, arena.info.world) != (incarnation, world):
                 arena.take(Process.current(), run_id=self._run_id, incarnation=incarnation, world=world)
-            slot = arena.begin(incarnation, step, complete=self._complete())
+            slot = arena.begin(incarnation, step, complete=self._complete)
             if slot is None:
                 return False
             self._slot = slot
@@ -341,7 +361,7 @@ class ParityKeeper:
             finally:
                 self._changed.acquire()
             self._building, self._slot = None, None
-            self._drop(self._complete())
+            self._drop_outgrown()
         except EverstepError as error:
             self._give_up(error)
             raise
@@ -432,3 +452,8 @@ def _fits(arena: Arena, slot_bytes: int, chunk_bytes: int) -> bool:
 
 def _newest(arena: Arena) -> Key | None:
     return max((found.key for found in arena.snapshots()), default=None)
+
+
+def _remove(arena: Arena) -> None:
+    arena.unlink()
+    arena.close()

@@ -100,13 +100,19 @@ class Node:
                     found[rank] = arena.pin(info.index, info.generation)
         return found
 
+    def completed(self, key: Key) -> None:
+        """W has come that far."""
+        self.complete = key
+        if self.keeper is not None:
+            self.keeper.completed(key)
+
     # -- the agent
 
     def serve(self, *, wait_s: float = WAIT_S, **options: Any) -> ParityKeeper:
         name = self.seats[self.position].name
-        self.keeper = ParityKeeper(
-            self.directory, "key", name, RUN, complete=lambda: self.complete, wait_s=wait_s, **options
-        )
+        self.keeper = ParityKeeper(self.directory, "key", name, RUN, wait_s=wait_s, **options)
+        if self.complete is not None:
+            self.keeper.completed(self.complete)
         self.listener = Listener(
             "127.0.0.1", 0, SECRET, RUN, {ParityOffer: self.keeper.receive}, me=name, io_s=wait_s
         )
@@ -152,7 +158,9 @@ def protect(
             for pin in pins.values():
                 stack.enter_context(pin)
             try:
-                found[one, other] = nodes[one].duty(nodes[other]).protect(key, pins)
+                duty = nodes[one].duty(nodes[other])
+                duty.protect(key, pins)
+                found[one, other] = duty.root
             except EverstepError as error:
                 found[one, other] = error
 

@@ -44,14 +44,16 @@ def protect(root: Path, places: Sequence[str], m: int, step: int) -> None:
         listeners = []
         for node in places:
             run_key = locate(root, node=node).run_key
-            keeper = ParityKeeper(
-                directory_of(root, node), run_key, node, run.run_id, complete=lambda: None, wait_s=WAIT_S
-            )
+            keeper = ParityKeeper(directory_of(root, node), run_key, node, run.run_id, wait_s=WAIT_S)
             handlers = {ParityOffer: keeper.receive}
-            listeners.append(stack.enter_context(Listener("127.0.0.1", 0, SECRET, run.run_id, handlers, me=node)))
+            listeners.append(
+                stack.enter_context(Listener("127.0.0.1", 0, SECRET, run.run_id, handlers, me=node))
+            )
             stack.callback(keeper.close)
         threads = [
-            threading.Thread(target=send, args=(root, seats, m, one, other, listeners[other], run.run_id, step))
+            threading.Thread(
+                target=send, args=(root, seats, m, one, other, listeners[other], run.run_id, step)
+            )
             for one, other in itertools.permutations(range(len(places)), 2)
         ]
         for thread in threads:
@@ -146,7 +148,9 @@ def test_two_of_four_nodes_are_lost(root: Path, nodes: list[str], job: Job, lost
 
 
 @pytest.mark.parametrize("stripe", [1, 2])
-def test_where_parity_is_damaged_too_the_step_is_passed_over(root: Path, three: list[str], stripe: int) -> None:
+def test_where_parity_is_damaged_too_the_step_is_passed_over(
+    root: Path, three: list[str], stripe: int
+) -> None:
     """One node is lost, and of one other a chunk of parity is wrong: nothing is left to make it good."""
     erase(root, three[0])
     [holder] = Code(2, 1).holders(stripe)
