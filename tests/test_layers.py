@@ -45,6 +45,7 @@ LAZY_TORCH = {
     "everstep.store.fill": "numpy",
     "everstep.format.columns": "numpy",
     "everstep.plan.coverage": "numpy",
+    "everstep.plan.galois": "numpy",
 }
 """Outside those layers: only inside functions that fsck and the agent do not call, or call only for jobs that have
 tensors of the whole job, whose coverage is checked with arrays."""
