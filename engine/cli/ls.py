@@ -42,7 +42,8 @@ Example:
 def ls(run: str, metrics: bool, memory: Path, as_json: bool) -> None:
     """List the checkpoints of RUN, a directory, on disk and in this node's memory.
 
-    A checkpoint is "in lineage" if a load may take it: a step that a later resume went back before is not.
+    A checkpoint is "in lineage" if a load may take it: a step that a later resume or rollback went back before is cut
+    off, and stays listed until it is pruned.
     What was begun and never committed is no checkpoint; it is counted below the table.
     """
     with answering(as_json) as answer:
@@ -63,7 +64,20 @@ def _as_json(found: Survey, snapshots: list[MemorySnapshot]) -> dict[str, Any]:
         "checkpoints": [
             {**describe(one.manifest), "in_lineage": one.in_lineage} for one in found.checkpoints
         ],
-        "memory": [dataclasses.asdict(snapshot) for snapshot in snapshots],
+        "memory": [
+            {**dataclasses.asdict(one), "in_lineage": found.counts(one.incarnation, one.step)}
+            for one in snapshots
+        ],
+        "rollbacks": [
+            {
+                "incarnation": record.number,
+                "from_incarnation": record.adopted_incarnation,
+                "step": record.adopted_step,
+                "reason": record.reason,
+            }
+            for record in found.incarnations
+            if record.reason is not None
+        ],
         "undecided": [{"step": x.step, "incarnation": x.incarnation} for x in found.undecided],
         "removing": [{"step": x.step, "incarnation": x.incarnation} for x in found.removing],
         "unreadable": [{"name": name, "error": error.to_wire()} for name, error in found.unreadable],
@@ -95,7 +109,9 @@ def _as_text(found: Survey, snapshots: list[MemorySnapshot], metrics: bool) -> s
     else:
         blocks.append("no checkpoint on disk yet")
     if snapshots:
-        blocks.append("in this node's memory:\n" + _memory_table(snapshots))
+        blocks.append("in this node's memory:\n" + _memory_table(found, snapshots))
+    if found.cuts():
+        blocks.append("\n".join(found.cuts()))
     notes = [
         _count(
             len(found.undecided),
@@ -123,7 +139,7 @@ def _short(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _memory_table(snapshots: list[MemorySnapshot]) -> str:
+def _memory_table(found: Survey, snapshots: list[MemorySnapshot]) -> str:
     groups: dict[tuple[int, int, int], list[MemorySnapshot]] = {}
     for snapshot in snapshots:
         groups.setdefault((snapshot.incarnation, snapshot.step, snapshot.world), []).append(snapshot)
@@ -134,10 +150,11 @@ def _memory_table(snapshots: list[MemorySnapshot]) -> str:
             world,
             ",".join(str(x.rank) for x in some),
             "yes" if any(x.in_use for x in some) else "no",
+            "yes" if found.counts(incarnation, step) else "no",
         )
         for (incarnation, step, world), some in groups.items()
     ]
-    return table(("step", "incarnation", "world", "ranks here", "in use"), rows, right=(0, 1, 2))
+    return table(("step", "incarnation", "world", "ranks here", "in use", "in lineage"), rows, right=(0, 1, 2))
 
 
 def _count(number: int, one: str, many: str) -> str:

@@ -235,6 +235,8 @@ def _incarnation(record: IncarnationRecord) -> tuple[object, ...]:
         origin = f"fresh: {record.fresh}"
     else:
         origin = f"step {record.adopted_step} of {record.adopted_incarnation}"
+    if record.reason is not None:
+        origin += f" (rolled back: {record.reason})"
     config = (record.config_hash or "none")[:8]
     if record.config_changes:
         config += f" ({len(record.config_changes)} changed: {record.config_reason})"
