@@ -47,7 +47,7 @@ from .session import Session, agent_settings
 from .state.trainstate import TrainState
 from .store.blocking import run_blocking
 from .store.runs import open_run
-from .writers import unmark
+from .writers import Lookout, unmark
 
 log = logging.getLogger("everstep")
 
@@ -130,6 +130,7 @@ class Checkpointer:
         """Which ones keep each snapshot, by the number of a node in the order of their first ranks; spare ones last."""
         self._protection: Protection | None = None
         self.recovery: Recovery | None = None
+        self._lookout: Lookout | None = None
         self._loaded: TrainState | None = None
         """What a load restored, until a step or save follows it."""
         _close_former(self._place.url, self)
@@ -166,11 +167,14 @@ class Checkpointer:
             )
         trained = TrainState.of(state)
         self._rollbacks.note(state)
-        self._meet()
+        ranks, _ = self._meet()
         self._origin = Origin(fresh=self._origin.fresh)  # a load that fails leaves nothing to start from
         self._allow = (allow,) if isinstance(allow, str) else tuple(allow)
         if self._origin.fresh is None:
             self._held = self._kept_by_agent()
+            if ranks.rank == 0 and not self._take_over:
+                self._lookout = Lookout(self._backend)
+                self._lookout.begin()
             self.recovery = self._restore(trained, step, config_reason, self._held)
             self._loaded = trained if self.recovery is not None else None
         self._origin = self._origin_of(self.recovery, config_reason)
@@ -475,6 +479,7 @@ class Checkpointer:
                 config=self._config,
                 config_hash=config_hash(self._config),
                 take_over=self._take_over,
+                lookout=self._lookout,
             )
             return [encode_run(run), encode_incarnation(record)]
 

@@ -24,12 +24,10 @@ from .memory.info import ArenaInfo
 from .memory.process import Process
 from .memory.slots import WriteSlot
 from .places import Place
+from .plan.room import GROWTH
 
 POLL_MIN_S = 0.0005
 POLL_MAX_S = 0.05
-GROWTH = 1.25
-"""A slot that turned out too small is replaced by one of this many times the need."""
-
 CLEAN_PAUSE_S = 1.0
 """Former ranks' arenas are looked for at most this often: it reads a directory and every header in it."""
 
@@ -70,8 +68,8 @@ class MemoryTier:
         self.guarded = False
         """Whether snapshots are protected against the loss of nodes. Off again where no agent is left to do it."""
         self.lead = 0
-        """How many snapshots more than usual the trainer may be ahead of protection. With late copies one: a snapshot is
-        whole only when the next one is about to begin."""
+        """How many snapshots more than usual the trainer may be ahead of protection. With late copies one: a snapshot
+        is whole only when the next one is about to begin."""
         self._incarnation = 0
         self._adopted: Key | None = None
         self._run_id = ""

@@ -19,6 +19,7 @@ from everstep.peers.link import Link
 from everstep.peers.listener import Listener
 from everstep.peers.messages import Message
 from everstep.peers.nodemap import NodeMap, PeerNode, decode_map, encode_map
+from everstep.peers.paritykeeper import ParityKeeper
 
 from .journal import GuardEntry
 from .members import Member
@@ -50,6 +51,9 @@ class Protection:
         self._incarnation = 0
         self._guard: Guard | None = None
         self._keeper: Keeper | None = None
+        self._spare: GuardEntry | None = None
+        """On a spare node: what it is between jobs."""
+        self._parity: ParityKeeper | None = None
         self._there = threading.Condition()
         self._lock = asyncio.Lock()
 
@@ -116,7 +120,11 @@ class Protection:
             return
         members = self._service.members.of_newest()
         if {one.rank for one in members if one.safe} >= set(guard.terms.local) != set():
-            self._service.keep(asyncio.to_thread(guard.finish))
+            self._service.keep(self._finish(guard))
+
+    async def _finish(self, guard: Guard) -> None:
+        await asyncio.to_thread(guard.finish)
+        await self._stand_by_again()
 
     # -- life
 
@@ -146,9 +154,15 @@ class Protection:
                 raise PeerLost("the port is taken", found=self._listener.port, expected=port)
             node = PeerNode(self._service.settings.node, host, port, spare=True)
             alone = encode_map(NodeMap((node,), copies=0))
-            entry = GuardEntry(alone, 0, run_id, 0, secret, host, port, str(arenas), 0, None, 1.0, 1.0)
-            await self._begin(_terms(entry), arenas, reserve=False)
+            self._spare = GuardEntry(alone, 0, run_id, 0, secret, host, port, str(arenas), 0, None, 1.0, 1.0)
+            await self._begin(_terms(self._spare), arenas, reserve=False)
         return self._listener.host, self._listener.port
+
+    async def _stand_by_again(self) -> None:
+        """After trainers ran on the spare node, and left."""
+        async with self._lock:
+            if self._spare is not None and (self._guard is None or self._guard.over):
+                await self._begin(_terms(self._spare), Path(self._spare.arenas), reserve=False)
 
     @property
     def busy(self) -> bool:
@@ -170,6 +184,8 @@ class Protection:
         async with self._lock:
             over = self._guard is not None and self._guard.over
             await self._leave()
+            if self._parity is not None:
+                await asyncio.to_thread(self._parity.close, remove=over)
             if self._listener is not None:
                 await asyncio.to_thread(self._listener.close)
             if self._keeper is not None:
@@ -205,7 +221,10 @@ class Protection:
                 self._local,
                 told=self._differs,
             )
-        guard = Guard(terms, self._keeper, self._told)
+        if self._parity is None:
+            settings = self._service.settings
+            self._parity = ParityKeeper(directory, settings.run_key, settings.node, terms.run_id)
+        guard = Guard(terms, self._keeper, self._parity, self._told)
         for member in self._service.members.all():
             if member.incarnation == terms.incarnation:
                 guard.adopt(member.rank, member.arena)
