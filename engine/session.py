@@ -269,7 +269,9 @@ class Session:
             self._pins.pop(later).release()
 
     def is_busy(self) -> bool:
-        """Whether a retired session's flushes are still on their way."""
+        """Whether a retired session's flushes are still on their way. Asked once the next session is there, which gives
+        the rank's signs of life from then on."""
+        self._heartbeat.close()
         try:
             self._hear_quietly()
         except EverstepError as error:
@@ -281,6 +283,7 @@ class Session:
         """The end of a retired session. What is on its way has a while; a process agent then goes on with it."""
         if not self._ended:
             self._ended = True
+            self._heartbeat.close()
             self._pins.clear()
             self._goodbye(flush=True, safe=False)
             self._client.close()
