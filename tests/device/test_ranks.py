@@ -10,9 +10,12 @@ from typing import Any
 import everstep
 import pytest
 import torch
+import torch.distributed as dist
 from everstep import errors
+from everstep.decisions import Decisions
 from everstep.memory.arena import Arena
 from everstep.memory.directory import find_arenas
+from everstep.ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -191,6 +194,23 @@ def _schedule(rank: int, world: int, root: Path, given: dict[str, str]) -> list[
 def test_ranks_follow_the_new_incarnations_schedule(root: Path) -> None:
     """What rank 0 had decided ahead for the incarnation before, the others have seen already."""
     assert launch.run(2, _schedule, root, environment()) == [[5, 6, 9]] * 2
+
+
+def test_what_was_decided_for_another_incarnation_says_nothing() -> None:
+    """A rank that is faster than rank 0 finds the old schedule in the store, and must not take it."""
+    store, first = dist.HashStore(), policy(full_every=3)
+    Decisions(Ranks(0, 2, store, prefix="p"), first, start=0, unfinished_max=1, incarnation=1).of(
+        5, lambda: 0
+    )
+    other = Ranks(1, 2, store, prefix="p")
+    impatient = policy(full_every=3, rank_timeout_s=0.2)
+    late = Decisions(other, impatient, start=4, unfinished_max=1, incarnation=2)
+    with pytest.raises(errors.RankError):
+        late.of(5, lambda: 0)
+    Decisions(Ranks(0, 2, store, prefix="p"), first, start=4, unfinished_max=1, incarnation=2).of(
+        5, lambda: 0
+    )
+    assert late.of(5, lambda: 0).flush
 
 
 def pieces_of(state: everstep.TrainState) -> dict[tuple[str, str], list[torch.Tensor]]:

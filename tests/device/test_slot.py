@@ -235,6 +235,32 @@ def test_restoring_leaves_the_snapshot_as_it_is(take: TakeOf) -> None:
         assert plain_bytes(values) == wanted
 
 
+def test_live_tensors_are_filled_without_a_detour(take: TakeOf) -> None:
+    """Whatever their strides or device: what is not a slot itself goes through memory of the host."""
+    taken = take(TrainState(rng=False, odd=odd_tensors()))
+    target = odd_tensors(seed=4)
+    image = StateImage(taken.device.state, name="state")
+    skeleton = Skeleton.of(Saved(0, image, taken.device.plan.layout.entries))
+    plan = plan_restore(TrainState(rng=False, odd=target), skeleton, anywhere=True)
+    filled = {slot.tensor.data_ptr() for slot in plan.slots}
+    live = [value for value in target.values() if isinstance(value, torch.Tensor) and value.numel()]
+    assert all(value.data_ptr() in filled for value in live if not value.is_conj())
+
+
+def test_a_copy_that_failed_half_way_is_held_by_nobody(take: TakeOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = take(TrainState(rng=False, odd=odd_tensors()))
+    taken.drain.wait(WAIT_S)
+
+    def fail(sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+        into[0].zero_()
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(device_module, "beside", fail)
+    with pytest.raises(RuntimeError, match="device lost"):
+        taken.device.take((1, 2), taken.plan, taken.flat.leaves, taken.flat.state)
+    assert taken.device.key is None
+
+
 def test_new_optimizer_state_is_no_view_of_the_buffer(take: TakeOf) -> None:
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -13,7 +13,7 @@ import pytest
 import torch
 from everstep.errors import StateMismatch, UsageError
 from everstep.snapshot import moving
-from everstep.snapshot.late import LateCopy, LateCopyTimeout
+from everstep.snapshot.late import Drain, LateCopy, LateCopyTimeout
 from everstep.snapshot.moving import After
 from everstep.snapshots import Hooks, Snapshots, Taken
 
@@ -136,6 +136,17 @@ def test_until_all_is_queued_is_waited_for_but_not_for_ever(
     assert copying.hold(WAIT_S)
     device.event.done.set()
     copying.wait(WAIT_S)
+
+
+def test_a_drain_publishes_when_the_device_says_that_it_is_done(device: Device) -> None:
+    """That the copies were queued is not enough."""
+    slot: Any = Slot()
+    drain = Drain(slot, "layout", [torch.ones(3)], [torch.zeros(3)])
+    assert drain._queued.wait(WAIT_S)
+    drain._thread.join(0.05)
+    assert slot.open and not drain.done()
+    device.event.done.set()
+    assert drain.wait(WAIT_S) == [] and slot.published == "layout"
 
 
 def snapshots_with(copying: LateCopy, slot: Any) -> tuple[Snapshots, Taken, list[str]]:
