@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,14 +73,22 @@ def open_arenas(directory: Path, kept: Sequence[Arena] = ()) -> Iterator[list[Ar
 
 class Proposals:
     """Candidates of a run, newest first; rank 0 asks, all ranks load. ``in_memory`` says whose snapshots lie in the
-    arenas of all nodes together: a step is complete there if they are all the ranks that wrote it. ``problems``
-    gathers what was passed over, ``lost`` what memory has, but not of every rank."""
+    arenas of all nodes together, or can be rebuilt: a step is complete there if they are all the ranks that wrote it;
+    ``why`` says more of one that is not. ``problems`` gathers what was passed over, ``lost`` what memory has, but not
+    of every rank."""
 
     def __init__(
-        self, backend: Backend, in_memory: Mapping[Key, Collection[int]], *, step: int | None, writes: bool
+        self,
+        backend: Backend,
+        in_memory: Mapping[Key, Collection[int]],
+        *,
+        step: int | None,
+        writes: bool,
+        why: Callable[[Key], str] = lambda key: "",
     ) -> None:
         self._backend = backend
         self._writes = writes
+        self._why = why
         self.records: list[IncarnationRecord] = run_blocking(read_incarnations(backend))
         worlds = {record.number: record.world for record in self.records}
         self._in_memory = {
@@ -148,9 +156,9 @@ class Proposals:
         told = []
         for key in newest.values():
             missing = sorted(set(range(worlds[key[0]])) - set(in_memory[key]))
-            told.append(
-                (key, f"step {key[1]} (incarnation {key[0]}): no node's memory has rank(s) {missing} of it")
-            )
+            reason = self._why(key)
+            text = f"step {key[1]} (incarnation {key[0]}): no node's memory has rank(s) {missing} of it"
+            told.append((key, f"{text}: {reason}" if reason else text))
         return told
 
     def _commit_older(self, chosen: Key) -> None:

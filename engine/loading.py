@@ -183,7 +183,9 @@ class Loader:
         made: list[Proposals] = []
         self._ranks.from_first(
             "listing the checkpoints",
-            lambda: made.append(Proposals(self._backend, in_memory, step=step, writes=self._writes)),
+            lambda: made.append(
+                Proposals(self._backend, in_memory, step=step, writes=self._writes, why=self._nodes.why)
+            ),
             timeout_s=self._timeout_s,
         )
         return made[0] if made else None

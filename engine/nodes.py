@@ -29,8 +29,11 @@ from .holdings import Copies, Found, Key, look_in_memory, pin_copies
 from .memory.arena import Arena
 from .memory.header import Kind
 from .memory.process import boot_id
+from .parities import Found as Parity
+from .parities import ParityStanding, Place, look_for_parity, pin_parity, prove_parity, worth_telling
 from .peers.address import own_address
 from .ranks import Ranks
+from .rebuilding import PARITY_RANK, RebuiltSource
 from .store.blocking import run_blocking
 from .store.flush import IMAGE_REGION, LAYOUT_REGION, META_REGION
 from .store.sources import HELD, OWN, ArenaSource, Source
@@ -144,22 +147,47 @@ class Nodes:
         self._node = node
         self._timeout_s = timeout_s
         self._found: list[Found] = []
+        self._parity: list[Parity] = []
+        self._groups = ParityStanding()
         self._places: list[str] = []
         self._standing = Standing()
         self._offers: dict[str, Offer | str] = {}
 
     def look(self, run_id: str) -> dict[Key, set[int]]:
-        """By (incarnation, step) the saved ranks whose snapshots all nodes together have. Every rank gets the same."""
+        """By (incarnation, step) the saved ranks whose snapshots all nodes together have, or can rebuild. Every rank
+        gets the same."""
         self._found = look_in_memory(self._arenas, run_id)
         self._places = self._ranks.agree("comparing nodes", self._node, timeout_s=self._timeout_s)
+        self._parity = look_for_parity(self._arenas, run_id)
         mine = told_of(self._found) if self._is_first else []
+        if self._is_first:
+            mine += [[*one.key, PARITY_RANK, Kind.PARITY.value, []] for one in self._parity]
         told = self._ranks.agree("looking into memory", mine, timeout_s=self._timeout_s)
         self._standing = Standing()
         for rank, place in enumerate(self._places):
             if self._places.index(place) == rank:
-                self._standing.add(place, told[rank])
+                self._standing.add(place, [one for one in told[rank] if one[2] != PARITY_RANK])
+        self._groups = ParityStanding()
+        if any(one[2] == PARITY_RANK for some in told for one in some):
+            self._look_for_parity()
         known = self._standing.keys()
-        return {key: self._standing.complete(key) for key in known}
+        return {key: {rank for rank, lacks in self._lacking(key).items() if not lacks} for key in known}
+
+    def _look_for_parity(self) -> None:
+        standing = self._standing
+        mine = worth_telling(self._parity, len(standing.nodes), standing.lacking)
+        told = self._ranks.agree("comparing parity", mine, timeout_s=self._timeout_s)
+        for rank, place in enumerate(self._places):
+            if self._places.index(place) == rank:
+                self._groups.add(place, told[rank])
+
+    def _lacking(self, key: Key) -> dict[int, frozenset[str]]:
+        """By saved rank the images that no node has, and that cannot be rebuilt."""
+        return self._groups.lacking(key, self._standing.lacking(key))
+
+    def why(self, key: Key) -> str:
+        """Why not all of ``key`` could be rebuilt; empty where there is no parity of it."""
+        return self._groups.told(key, self._standing.lacking(key))
 
     @property
     def _is_first(self) -> bool:
@@ -177,7 +205,8 @@ class Nodes:
             return
         with ExitStack() as stack:
             mine: Any = None
-            if self._is_first and self._standing.of(self._node, candidate.key):
+            some = self._is_first and any(one.key == candidate.key for one in self._parity)
+            if some or (self._is_first and self._standing.of(self._node, candidate.key)):
                 try:
                     mine = msgspec.to_builtins(
                         self._offer(candidate, chunk_bytes, stack), builtin_types=(bytes,)
@@ -194,10 +223,11 @@ class Nodes:
     def _offer(self, candidate: Candidate, chunk_bytes: int, stack: ExitStack) -> Offer:
         """Pin and seal the slots, and serve them until ``stack`` ends. What cannot be proved is left out."""
         copies = pin_copies(self._found, candidate.key, stack, range(candidate.world))
+        parity = pin_parity(self._parity, candidate.key, stack, chunk_bytes)
         problems: list[str] = []
 
         async def prove() -> list[tuple[Proof, Shelf] | None]:
-            proving = []
+            proving = [prove_parity(source, number, problems) for number, source in parity.items()]
             for some in copies:
                 source = self._source(some, candidate, chunk_bytes)
                 proving += [_prove(source, some, rank, problems) for rank in some.pins]
@@ -236,6 +266,8 @@ class Nodes:
             lacks = self._offered(part, problems)
             if lacks:
                 add(self._peer(part, frozenset(lacks), candidate, chunk_bytes, stack), lacks)
+        for rebuilt in self._rebuilt(candidate, chunk_bytes, stack, sources, problems):
+            add(rebuilt, {rank: rebuilt.lacks(rank, images) for rank, images in lacking.items()})
         missing = [rank for rank in range(candidate.world) if lacking.get(rank, {""})]
         if missing and not candidate.on_disk:
             raise PeerLost(
@@ -247,6 +279,27 @@ class Nodes:
         for problem in problems:
             warnings.warn(f"everstep: step {candidate.step}: {problem}", RuntimeWarning, stacklevel=4)
         return sources
+
+    def _rebuilt(
+        self,
+        candidate: Candidate,
+        chunk_bytes: int,
+        stack: ExitStack,
+        data: Sequence[Source],
+        problems: dict[str, None],
+    ) -> list[RebuiltSource]:
+        """What parity gives, together with ``data``."""
+        own = pin_parity(self._parity, candidate.key, stack, chunk_bytes)
+
+        def read(place: Place) -> Source | None:
+            node, number = place
+            if node == self._node and number in own:
+                return own[number]
+            part = PeerPart(node, number, frozenset({PARITY_RANK}))
+            ranks = frozenset(self._offered(part, problems))
+            return self._peer(part, ranks, candidate, chunk_bytes, stack) if ranks else None
+
+        return self._groups.sources(candidate.key, list(data), read)
 
     def _source(self, some: Copies, candidate: Candidate, chunk_bytes: int) -> ArenaSource:
         label, kind = LABELS[some.kind]

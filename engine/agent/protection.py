@@ -19,6 +19,7 @@ from everstep.peers.link import Link
 from everstep.peers.listener import Listener
 from everstep.peers.messages import Message
 from everstep.peers.nodemap import NodeMap, PeerNode, decode_map, encode_map
+from everstep.peers.paritykeeper import ParityKeeper
 
 from .journal import GuardEntry
 from .members import Member
@@ -52,6 +53,7 @@ class Protection:
         self._keeper: Keeper | None = None
         self._spare: GuardEntry | None = None
         """On a spare node: what it is between jobs."""
+        self._parity: ParityKeeper | None = None
         self._there = threading.Condition()
         self._lock = asyncio.Lock()
 
@@ -182,6 +184,8 @@ class Protection:
         async with self._lock:
             over = self._guard is not None and self._guard.over
             await self._leave()
+            if self._parity is not None:
+                await asyncio.to_thread(self._parity.close, remove=over)
             if self._listener is not None:
                 await asyncio.to_thread(self._listener.close)
             if self._keeper is not None:
@@ -217,7 +221,10 @@ class Protection:
                 self._local,
                 told=self._differs,
             )
-        guard = Guard(terms, self._keeper, self._told)
+        if self._parity is None:
+            settings = self._service.settings
+            self._parity = ParityKeeper(directory, settings.run_key, settings.node, terms.run_id)
+        guard = Guard(terms, self._keeper, self._parity, self._told)
         for member in self._service.members.all():
             if member.incarnation == terms.incarnation:
                 guard.adopt(member.rank, member.arena)

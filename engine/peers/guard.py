@@ -32,6 +32,8 @@ from .line import HubLine
 from .link import Link, connect
 from .messages import Complete, Message, Mode, Moved, Offer, Standing, Wire, unexpected
 from .nodemap import NodeMap
+from .parity import ParityOffer, parity_duties
+from .paritykeeper import ParityKeeper
 from .rate import Rate
 
 log = logging.getLogger("everstep.peers")
@@ -112,9 +114,10 @@ class Guard:
     """``told`` is called from its threads. :meth:`start` may wait for peers; nothing else does, but :meth:`close`
     for its threads."""
 
-    def __init__(self, terms: Terms, keeper: Keeper, told: Told) -> None:
+    def __init__(self, terms: Terms, keeper: Keeper, parity: ParityKeeper, told: Told) -> None:
         self.terms = terms
         self.keeper = keeper
+        self.parity = parity
         self.complete = NO_STEP
         self.protected = NO_STEP
         self.last_work = time.monotonic()
@@ -130,6 +133,7 @@ class Guard:
         self._line = HubLine(self)
         self.handlers: dict[type[Message], Callable[[Link, Any], None]] = {
             Offer: self._take_offer,
+            ParityOffer: self._take_parity,
             Reserve: self._take_reserve,
             Moved: self._note_moved,
             Complete: self._note_complete,
@@ -145,12 +149,13 @@ class Guard:
         self._spare_for = 0
 
     def _make_duties(self) -> list[Duty]:
-        """One for each node that keeps this one's snapshots."""
+        """One for each node that keeps this one's snapshots, or parity of them."""
         terms = self.terms
         mode: Mode = "full" if terms.nodes.parity is None else "meta"
-        return [
+        replicas = [
             ReplicaDuty(self, terms.nodes.nodes[index], mode) for index in terms.nodes.holders()[terms.me]
         ]
+        return [*replicas, *parity_duties(self)]
 
     # -- for the agent
 
@@ -160,6 +165,9 @@ class Guard:
         terms = self.terms
         if terms.adopted is not None:
             self.keeper.completed(terms.adopted)
+            self.parity.completed(terms.adopted)
+        if parity_bytes := terms.nodes.parity_bytes(terms.me, terms.chunk_bytes):
+            self.parity.reserve(parity_bytes, terms.chunk_bytes)
         for rank, slot_bytes in terms.nodes.held_by(terms.me):
             self.keeper.reserve(rank, slot_bytes, terms.chunk_bytes)
         for index in terms.nodes.holders()[terms.me]:
@@ -210,6 +218,7 @@ class Guard:
         for post in self._posts:
             post.duty.close()
         self.keeper.drop((self.terms.incarnation + 1, 0))
+        self.parity.drop((self.terms.incarnation + 1, 0))
 
     @property
     def busy(self) -> bool:
@@ -232,6 +241,7 @@ class Guard:
                     for post in self._posts
                 },
             }
+        found["parity"] = self.parity.newest()
         found["held"] = {str(rank): _newest(arena) for rank, arena in self.keeper.arenas().items()}
         return {**found, **self._line.status()}
 
@@ -242,6 +252,7 @@ class Guard:
             links = list(self._links)
             self._changed.notify_all()
         self._line.close()
+        self.parity.interrupt()
         for post in self._posts:
             post.duty.close()
         for link in links:
@@ -304,7 +315,15 @@ class Guard:
         self.keeper.receive(link, offer)
         self.last_work = time.monotonic()
 
-    def _check_offer(self, offer: Offer) -> None:
+    def _take_parity(self, link: Link, offer: ParityOffer) -> None:
+        self.last_work = time.monotonic()
+        if self.over:
+            raise Closed("the trainers of this node have left", node=self.terms.name)
+        self._check_offer(offer)
+        self.parity.receive(link, offer)
+        self.last_work = time.monotonic()
+
+    def _check_offer(self, offer: Offer | ParityOffer) -> None:
         if offer.incarnation < self.terms.incarnation:
             raise PeerLost(
                 "a peer sends snapshots of a former incarnation",
@@ -497,8 +516,10 @@ class Guard:
             self._write_words()
             self._changed.notify_all()
         self.keeper.completed((self.terms.incarnation, step))
+        self.parity.completed((self.terms.incarnation, step))
         if first:
             self.keeper.drop((self.terms.incarnation, 0))
+            self.parity.drop((self.terms.incarnation, 0))
 
     # -- inside
 

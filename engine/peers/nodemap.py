@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import msgspec
 from everstep.errors import BadOption
-from everstep.plan.placement import Node, groups, holders
+from everstep.plan.parity import Code, fit, parity_bytes_max
+from everstep.plan.placement import Group, Node, groups, holders
+
+IMAGES_PER_RANK = 8
+"""Images of a rank for whose last, short chunks room is reserved in parity; with more, it is made when they come."""
+STATE_BYTES = 64 << 10
+"""Room for what a parity slot says of itself."""
 
 
 class PeerNode(msgspec.Struct, frozen=True):
@@ -45,6 +51,29 @@ class NodeMap(msgspec.Struct, frozen=True):
                 behind = range(1, min(self.copies, len(group) - 1) + 1)
                 found[node] = tuple(group[(at + step) % len(group)] for step in behind)
         return tuple(found)
+
+    def parity_group(self, me: int) -> tuple[Group, Code] | None:
+        """The nodes with which ``me`` shares parity, itself among them, and their code; None without parity. Raises
+        BadOption where there are too few nodes."""
+        if self.parity is None:
+            return None
+        found = fit(self.places(), *self.parity)
+        for group, code in zip(found.groups, found.codes, strict=True):
+            if me in group:
+                return group, code
+        return None
+
+    def parity_bytes(self, me: int, chunk_bytes: int) -> int:
+        """Room for one slot of the parity that ``me`` keeps; 0 without."""
+        found = self.parity_group(me)
+        if found is None:
+            return 0
+        group, code = found
+        chunks = [
+            sum(-(-nbytes // chunk_bytes) + IMAGES_PER_RANK for nbytes in self.nodes[at].slot_bytes)
+            for at in group
+        ]
+        return parity_bytes_max(code, chunks, chunk_bytes) + STATE_BYTES
 
     def held_by(self, me: int) -> list[tuple[int, int]]:
         """(rank, slot_bytes) of all ranks whose snapshots node ``me`` keeps."""

@@ -202,9 +202,10 @@ def all_digests(opened: Callable[[], Sequence[Source]], phases: Phases) -> Fille
             await first.state(rank)
             for name, record in (await first.records(rank)).items():
                 data = bytearray(record.nbytes)
-                await first.check_image(rank, name)
-                await first.read_into(rank, name, 0, memoryview(data))
-                check_chunks(memoryview(data), 0, record, first.chunk_bytes, first.locate(rank, name))
+                holder = next(one for one in sources if rank in one.ranks and one.has(rank, name))
+                await holder.check_image(rank, name)
+                await holder.read_into(rank, name, 0, memoryview(data))
+                check_chunks(memoryview(data), 0, record, holder.chunk_bytes, holder.locate(rank, name))
                 found[rank, name] = hexdigest(bytes(data))
         return found
 

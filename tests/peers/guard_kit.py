@@ -224,6 +224,8 @@ class Job:
         env: dict[int, dict[str, str]] | None = None,
         told_bytes: int | None = None,
         mortal: Collection[int] = (),
+        parity: tuple[int, int] | None = None,
+        rate: float | None = None,
     ) -> None:
         """``places``: addresses under which others know a node's agent, if not its own; ``env`` of its agent;
         ``told_bytes``: what ranks say of their slots, if it is not the truth;
@@ -241,6 +243,8 @@ class Job:
         self.env = env or {}
         self.told_bytes = told_bytes
         self.mortal = mortal
+        self.parity = parity
+        self.rate = rate
         self._bodies: dict[int, subprocess.Popen[bytes]] = {}
         self.incarnation = 0
         self.run_id = run_blocking(create_run(LocalBackend(base / "run"), chunk_bytes=CHUNK)).run_id
@@ -269,7 +273,7 @@ class Job:
         for spare in self.spares:
             host, _, text = spare.rpartition(":")
             peers.append(PeerNode(spare, host, int(text), spare=True))
-        self.map = NodeMap(tuple(peers), self.copies)
+        self.map = NodeMap(tuple(peers), self.copies, self.parity)
         for node in self.nodes:
             self.guard(node)
         return self
@@ -286,7 +290,7 @@ class Job:
             incarnation=self.incarnation,
             arenas=str(node.arenas),
             chunk_bytes=CHUNK,
-            rate_bytes_per_s=None,
+            rate_bytes_per_s=self.rate,
             timeout_s=self.timeout_s,
             limit_s=self.limit_s,
         )

@@ -1,0 +1,1 @@
+"""Tests of parity: arithmetic, stripes, agents that keep it, and rebuilding from it."""
