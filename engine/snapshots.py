@@ -26,7 +26,7 @@ from .snapshot.copier import Copier, Plan
 from .snapshot.device import DeviceSlot
 from .snapshot.late import Drain, LateCopy, LateCopyTimeout
 from .snapshot.moving import capturing
-from .snapshot.pinning import pin
+from .snapshot.pinning import in_use, pin
 from .state.trainstate import TrainState
 from .state.tree import FlatState
 
@@ -113,8 +113,8 @@ class Snapshots:
         if self._tier.arena is not arena:
             self._copier.forget()
             self.moved_arena = True
-        if any(leaf.tensor.is_cuda for leaf in flat.leaves):
-            pin(self._tier.arena)
+        if in_use() and any(piece.is_cuda for leaf in flat.leaves for piece in leaf.pieces):
+            pin(self._tier.arena)  # it may have been replaced, or the tensors moved
         taken = Taken(step, slot)
         try:
             copying: LateCopy | Drain | None = self._beside(slot, plan, flat, meta_bytes)

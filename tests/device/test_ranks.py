@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.facade.kit import arena_directory, policy
-from tests.matrix import launch
+from tests.matrix import launch, meshes
 
 
 @pytest.fixture(autouse=True)
@@ -191,3 +191,45 @@ def _schedule(rank: int, world: int, root: Path, given: dict[str, str]) -> list[
 def test_ranks_follow_the_new_incarnations_schedule(root: Path) -> None:
     """What rank 0 had decided ahead for the incarnation before, the others have seen already."""
     assert launch.run(2, _schedule, root, environment()) == [[5, 6, 9]] * 2
+
+
+def pieces_of(state: everstep.TrainState) -> dict[tuple[str, str], list[torch.Tensor]]:
+    """Copies of what this rank holds, by part and key."""
+    leaves = state.flatten().leaves
+    return {(leaf.part, leaf.key): [piece.clone() for piece in leaf.pieces] for leaf in leaves}
+
+
+def _sharded(rank: int, world: int, root: Path, given: dict[str, str], mesh: str) -> list[Any]:
+    os.environ.update(given)
+    model, optimizer = meshes.build(mesh, rank, world, filled=True)
+    own = everstep.Shards(
+        (4, 6), [((2 * rank, 0), (1, 6)), ((2 * rank + 1, 1), (1, 2))], [torch.rand(1, 6), torch.rand(1, 2)]
+    )
+    state = everstep.TrainState(model=model, optimizer=optimizer, own=own)
+    memory = everstep.Memory(device_slots=1)
+    ckpt = everstep.Checkpointer(root, memory=memory, policy=policy(rank_timeout_s=60.0), agent="inline")
+    ckpt.load(state)
+    ckpt.step(1, state)
+    wanted = pieces_of(state)
+    with torch.no_grad():
+        for piece in state.pieces():
+            piece.zero_()
+    step = ckpt.rollback(reason="all gone")
+    found = pieces_of(state)
+    equal = found.keys() == wanted.keys() and all(
+        torch.equal(mine, theirs)
+        for key in wanted
+        for mine, theirs in zip(found[key], wanted[key], strict=True)
+    )
+    expected = meshes.build(mesh, rank, world, filled=True)
+    wrong = meshes.differences(model, optimizer, *expected)
+    ckpt.close(flush=False)
+    assert ckpt.recovery is not None
+    return [step, ckpt.recovery.tier, equal, wrong]
+
+
+@pytest.mark.parametrize("mesh", ["fsdp2", "ddp2"])
+def test_sharded_tensors_go_back_in_place(root: Path, mesh: str) -> None:
+    world = meshes.MESHES[mesh][0]
+    found = launch.run(world, _sharded, root, environment(), mesh)
+    assert found == [[1, "device", True, []]] * world
