@@ -319,7 +319,9 @@ def test_a_network_that_refuses_is_told_once_each_time(tmp_path: Path) -> None:
             job.proxy.cut()
             job.snapshot(step)
             job.await_complete(step)
-            until(lambda step=step: rank.stages().count("unprotected") == step - 1, "the word that it is gone")
+            until(
+                lambda step=step: rank.stages().count("unprotected") == step - 1, "the word that it is gone"
+            )
             assert rank.stages().count("peer_failed") == step - 1
             job.proxy.refusing = False
             until(lambda step=step: rank.stages().count("protected") == step - 1, "the word that it is back")
