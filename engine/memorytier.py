@@ -70,8 +70,8 @@ class MemoryTier:
         self.guarded = False
         """Whether snapshots are protected against the loss of nodes. Off again where no agent is left to do it."""
         self.lead = 0
-        """How many snapshots more than usual the trainer may be ahead of protection. With late copies one: a snapshot is
-        whole only when the next one is about to begin."""
+        """How many snapshots more than usual the trainer may be ahead of protection. With late copies one: a snapshot
+        is whole only when the next one is about to begin."""
         self._incarnation = 0
         self._adopted: Key | None = None
         self._run_id = ""

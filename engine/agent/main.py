@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,6 +24,19 @@ IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 OFFICE_LOOK_S = 2.0
 """How often the agent looks whether others can still find it."""
 SETTINGS_BYTES_MAX = 1 << 20
+
+
+@dataclass(frozen=True)
+class StandBy:
+    """What the agent of a spare node keeps snapshots with: it listens at once, and stays until it is told to end."""
+
+    run_id: str
+    secret: bytes
+    host: str
+    port: int
+    arenas: Path
+    listening: Callable[[str, int], None]
+    """Called with the address once it listens there."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,12 +69,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(
-    settings: AgentSettings, *, ready: int = -1, open_backend: Callable[[str], Backend] | None = None
+    settings: AgentSettings,
+    *,
+    ready: int = -1,
+    open_backend: Callable[[str], Backend] | None = None,
+    stand_by: StandBy | None = None,
 ) -> int:
-    """Be the agent of ``settings.runtime_dir``, unless another process is. Says on the descriptor ``ready``
-    how the start went, and closes it."""
+    """Be the agent of ``settings.runtime_dir``, unless another process is (AgentError with ``stand_by``, as trainers of
+    a node that is not spare are served there). Says on the descriptor ``ready`` how the start went, and closes it."""
     import asyncio
     import logging
+
+    from everstep.errors import AgentError
 
     from . import places
     from .journal import LmdbJournal
@@ -71,6 +92,13 @@ def run(
     _step_back()
     places.prepare(settings.runtime_dir)
     lock = places.elect(settings.runtime_dir)
+    if lock is None and stand_by is not None:
+        raise AgentError(
+            "another agent serves this run on this node",
+            found=str(settings.runtime_dir),
+            expected="a node without trainers of the run",
+            hint="Wait until it has ended; simulated nodes need names of their own (--node)",
+        )
     if lock is None:
         _say(ready, TAKEN)
         return 0
@@ -80,7 +108,7 @@ def run(
     def started() -> None:
         _say(ready, READY)
 
-    asyncio.run(_serve(settings, lock, listener, journal, open_backend or open_root, started))
+    asyncio.run(_serve(settings, lock, listener, journal, open_backend or open_root, started, stand_by))
     logging.getLogger("everstep.agent").info("leaving")
     os.close(lock)
     return 0
@@ -93,6 +121,7 @@ async def _serve(
     journal: LmdbJournal,
     open_backend: Callable[[str], Backend],
     ready: Callable[[], None],
+    stand_by: StandBy | None,
 ) -> None:
     import asyncio
     import contextlib
@@ -109,8 +138,21 @@ async def _serve(
     service = Service(settings, journal, open_backend)
     server = Server(service, listener)
     loop.add_signal_handler(signal.SIGTERM, service.drain)
-    for ignored in (signal.SIGHUP, signal.SIGINT):
-        loop.add_signal_handler(ignored, lambda: None)
+    loop.add_signal_handler(signal.SIGHUP, lambda: None)
+    loop.add_signal_handler(signal.SIGINT, service.drain if stand_by is not None else lambda: None)
+    try:
+        if stand_by is not None:
+            service.stays = True
+            arenas = stand_by.arenas
+            stand_by.listening(
+                *await service.protection.stand_by(
+                    stand_by.run_id, stand_by.secret, stand_by.host, stand_by.port, arenas
+                )
+            )
+    except BaseException:
+        server.close()
+        await service.close()
+        raise
     service.start()
     log.info("serving %s (epoch %d)", settings.root, journal.epoch)
     ready()

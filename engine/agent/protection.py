@@ -52,6 +52,8 @@ class Protection:
         self._guard: Guard | None = None
         self._keeper: Keeper | None = None
         self._parity: ParityKeeper | None = None
+        self._spare: GuardEntry | None = None
+        """On a spare node: what it is between jobs."""
         self._there = threading.Condition()
         self._lock = asyncio.Lock()
 
@@ -118,7 +120,11 @@ class Protection:
             return
         members = self._service.members.of_newest()
         if {one.rank for one in members if one.safe} >= set(guard.terms.local) != set():
-            self._service.keep(asyncio.to_thread(guard.finish))
+            self._service.keep(self._finish(guard))
+
+    async def _finish(self, guard: Guard) -> None:
+        await asyncio.to_thread(guard.finish)
+        await self._stand_by_again()
 
     # -- life
 
@@ -148,9 +154,15 @@ class Protection:
                 raise PeerLost("the port is taken", found=self._listener.port, expected=port)
             node = PeerNode(self._service.settings.node, host, port, spare=True)
             alone = encode_map(NodeMap((node,), copies=0))
-            entry = GuardEntry(alone, 0, run_id, 0, secret, host, port, str(arenas), 0, None, 1.0, 1.0)
-            await self._begin(_terms(entry), arenas, reserve=False)
+            self._spare = GuardEntry(alone, 0, run_id, 0, secret, host, port, str(arenas), 0, None, 1.0, 1.0)
+            await self._begin(_terms(self._spare), arenas, reserve=False)
         return self._listener.host, self._listener.port
+
+    async def _stand_by_again(self) -> None:
+        """After trainers ran on the spare node, and left."""
+        async with self._lock:
+            if self._spare is not None and (self._guard is None or self._guard.over):
+                await self._begin(_terms(self._spare), Path(self._spare.arenas), reserve=False)
 
     @property
     def busy(self) -> bool:

@@ -25,6 +25,7 @@ COMMANDS = {
     "export": _Entry("export", "export", "Write a checkpoint as safetensors, torch.save or DCP."),
     "import": _Entry("import_", "import_", "Make a torch.save, DCP or safetensors checkpoint one of a run."),
     "clean-memory": _Entry("clean", "clean_memory", "Remove snapshots in memory that no process uses."),
+    "spare": _Entry("spare", "spare", "Keep a run's snapshots in the memory of a node without ranks."),
     "demo": _Entry("demo", "demo", "Train, kill three ways, resume, compare bit for bit."),
     "bench": _Entry(
         "bench", "bench", "Measure snapshots, flushes and loads against what the machine can do."

@@ -11,7 +11,8 @@ from everstep.memory.slots import Pinned
 
 from .keeper import Keeper
 from .link import Link
-from .messages import Message, Mode, expect, failed
+from .messages import Complete, Message, Mode, expect, failed
+from .nodemap import PeerNode
 from .rate import Rate
 from .sender import send_snapshot
 
@@ -27,10 +28,10 @@ Key = tuple[int, int]
 class Reserve(Message, frozen=True):
     """Have memory for these ranks' snapshots: each with the bytes of its slots."""
 
-    incarnation: int
-    world: int
     ranks: list[tuple[int, int]]
     chunk_bytes: int
+    adopted: Key | None
+    """What the incarnation loaded: it is kept until there is a newer W."""
 
 
 class Reserved(Message, frozen=True):
@@ -58,8 +59,9 @@ class ReplicaDuty:
     """Over one connection, which is made anew after a failure. What a step's earlier try brought over is not sent
     again."""
 
-    def __init__(self, guard: Guard, name: str, mode: Mode) -> None:
-        self.name = name
+    def __init__(self, guard: Guard, node: PeerNode, mode: Mode) -> None:
+        self.name = node.name
+        self._spare = node.spare
         self.moved = 0
         self._guard = guard
         self._mode = mode
@@ -91,8 +93,12 @@ class ReplicaDuty:
             for rank, pin in pins.items():
                 if rank in self._sent:
                     continue
+                link = self._open()
+                if self._spare and self._guard.complete >= 0:
+                    # It is not told by the hub, as it has no snapshots of its own.
+                    link.send(Complete(terms.incarnation, self._guard.complete))
                 send_snapshot(
-                    self._open(),
+                    link,
                     pin,
                     pin.sealed() or (),
                     run_id=terms.run_id,
@@ -136,7 +142,7 @@ def reserve_at_spare(guard: Guard, name: str) -> None:
     rooms = list(zip(node.ranks, node.slot_bytes, strict=True))
     link = guard.open_link(name)
     try:
-        link.send(Reserve(terms.incarnation, terms.nodes.world, rooms, terms.chunk_bytes))
+        link.send(Reserve(rooms, terms.chunk_bytes, terms.adopted))
         expect(link.receive(RESERVE_S), Reserved)
     finally:
         guard.drop_link(link)
@@ -145,6 +151,8 @@ def reserve_at_spare(guard: Guard, name: str) -> None:
 def answer_reserve(keeper: Keeper, link: Link, message: Reserve) -> None:
     """Have memory for the ranks of another node, and say so."""
     try:
+        if message.adopted is not None:
+            keeper.completed(message.adopted)
         for rank, slot_bytes in message.ranks:
             keeper.reserve(rank, slot_bytes, message.chunk_bytes)
     except EverstepError as error:

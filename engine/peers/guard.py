@@ -30,7 +30,7 @@ from .hub import NO_STEP, Hear, Hub
 from .keeper import Keeper
 from .line import HubLine
 from .link import Link, connect
-from .messages import Message, Mode, Moved, Offer, Standing, Wire, unexpected
+from .messages import Complete, Message, Mode, Moved, Offer, Standing, Wire, unexpected
 from .nodemap import NodeMap
 from .parity import ParityOffer, parity_duties
 from .paritykeeper import ParityKeeper
@@ -136,6 +136,7 @@ class Guard:
             ParityOffer: self._take_parity,
             Reserve: self._take_reserve,
             Moved: self._note_moved,
+            Complete: self._note_complete,
             Standing: self._listen_to,
             Hear: self._tell_hub,
         }
@@ -144,14 +145,15 @@ class Guard:
         self._threads: list[threading.Thread] = []
         self.end = threading.Event()
         self.over = False
+        """Whether the trainers have left, with everything durable."""
+        self._spare_for = 0
 
     def _make_duties(self) -> list[Duty]:
         """One for each node that keeps this one's snapshots, or parity of them."""
         terms = self.terms
         mode: Mode = "full" if terms.nodes.parity is None else "meta"
         replicas = [
-            ReplicaDuty(self, terms.nodes.nodes[index].name, mode)
-            for index in terms.nodes.holders()[terms.me]
+            ReplicaDuty(self, terms.nodes.nodes[index], mode) for index in terms.nodes.holders()[terms.me]
         ]
         return [*replicas, *parity_duties(self)]
 
@@ -335,6 +337,14 @@ class Guard:
                 log.info("the agent of node %s is at %s:%d now", moved.node, moved.host, moved.port)
                 self._places[moved.node] = moved.host, moved.port
                 self._changed.notify_all()
+
+    def _note_complete(self, link: Link, complete: Complete) -> None:
+        """On a spare node, from those whose snapshots it keeps."""
+        if complete.step >= 0:
+            self.keeper.completed((complete.incarnation, complete.step))
+            if complete.incarnation > self._spare_for:
+                self._spare_for = complete.incarnation
+                self.keeper.drop((complete.incarnation, 0))
 
     def announce(self, host: str, port: int) -> None:
         """This agent listens elsewhere than the node map says: tell the others, from a thread of its own."""

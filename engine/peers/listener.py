@@ -158,7 +158,7 @@ class Listener:
                 while served and not self._closing.is_set():
                     self._handle(link, link.receive(self._idle_s))
         except (EverstepError, *LOST) as error:
-            log.debug("everstep: peers: a connection ended: %r", error)
+            log.debug("everstep: peers: a connection ended: %s", error)
         except Exception:
             log.exception("everstep: peers: a connection failed")
         finally:

@@ -24,10 +24,12 @@ SMALL_REGIONS = (LAYOUT_REGION, META_REGION, STATE_REGION)
 
 AGAIN_TIMES_MAX = 1
 """What came damaged is asked for once more."""
-ANSWER_S = 60.0
-"""How long an answer may take, besides what follows from the snapshot's size: the other side may have to wait for a
-slot, or for the same step of a rank of its own."""
-ANSWER_BYTES_PER_S = 256 << 20
+NEED_S = 60.0
+"""How long the answer to an offer may take, besides what follows from the snapshot's size: the other side may have to
+wait for a slot, or for the same step of a rank of its own."""
+KEPT_S = 30.0
+"""How long the other side may take, after the last word, to seal what it has."""
+ROOM_BYTES_PER_S = 256 << 20
 """At least so fast the other side makes room, or hashes what it has."""
 
 
@@ -62,16 +64,15 @@ def send_snapshot(
         records=encode_records(records),
         mode=mode,
     )
-    answer_s = ANSWER_S + slot_bytes / ANSWER_BYTES_PER_S
     link.send(offer)
     points.reach("peers.offered", str(offer.step))
-    answer = link.receive(answer_s)
+    answer = link.receive(NEED_S + slot_bytes / ROOM_BYTES_PER_S)
     if isinstance(answer, Kept):  # from an earlier try
         return _check_root(link, answer, records)
     pieces = _needed(link, _answered(link, answer, Need), regions)
     for again in range(AGAIN_TIMES_MAX + 1):
         _send_pieces(link, pinned, pieces, rate)
-        answer = link.receive(answer_s)
+        answer = link.receive(KEPT_S)
         if not isinstance(answer, Again) or again == AGAIN_TIMES_MAX:
             break
         pieces = _asked(link, answer, dict(regions))

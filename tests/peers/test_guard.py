@@ -13,6 +13,7 @@ import pytest
 from everstep.errors import MemoryTooSmall
 
 from .guard_kit import CHUNK, SOON_S, Job, until
+from .proxy import Fault, Proxy
 
 Start = Callable[..., Job]
 
@@ -236,3 +237,92 @@ def test_the_next_incarnation_frees_the_former_ones_snapshots(start: Start) -> N
         lambda: all(key[0] == 2 for node in job.nodes for keys in node.held().values() for key in keys),
         "room",
     )
+
+
+class Behind(Job):
+    """Others reach the agent of the second node through a network that does what a test asks for."""
+
+    proxy: Proxy
+
+    def place_of(self, index: int, host: str, port: int) -> tuple[str, int]:
+        if index != 1:
+            return host, port
+        self.proxy = Proxy(host, port)
+        return self.proxy.host, self.proxy.port
+
+    def end(self) -> None:
+        super().end()
+        self.proxy.close()
+
+
+LARGE = 300_000
+"""Bytes of a snapshot of which a part comes through, and a part does not."""
+
+
+def test_a_network_that_stalls_in_mid_transfer(tmp_path: Path) -> None:
+    """Training goes on, told; the older replica stays; protection is back once the network is."""
+    job = Behind(tmp_path, 2, 1, timeout_s=1.0)
+    try:
+        job.open()
+        job.snapshot(1, LARGE)
+        job.await_complete(1)
+        carried = job.proxy.carried["up"]
+        job.proxy.faults.append(Fault("stall", LARGE // 2))
+        job.proxy.cut()  # the next connection stalls
+        rank = job.ranks[0]
+        job.snapshot(2, LARGE)
+        assert job.proxy.stalled.wait(SOON_S)
+        until(lambda: "unprotected" in rank.stages() and job.complete_is(2), "W without it")
+        assert (1, 1) in job.nodes[1].held()[0] and (1, 2) not in job.nodes[1].held()[0]
+        job.nodes[1].check_held(0, (1, 1), LARGE)
+        told = next(one for one in rank.heard if one.stage == "unprotected")
+        assert told.error is not None and "n0" in told.error["message"]
+        job.snapshot(3, LARGE)
+        job.await_complete(3)
+        job.proxy.release()
+        until(lambda: rank.protected >= 2 and "protected" in rank.stages(), "protection")
+        job.snapshot(4, LARGE)
+        until(lambda: job.complete_is(4) and rank.protected == 4, "protection of the newest step")
+        job.nodes[1].check_held(0, (1, 4), LARGE)
+        assert job.proxy.carried["up"] > carried
+    finally:
+        job.end()
+
+
+def test_a_network_that_closes_or_flips_in_mid_transfer(tmp_path: Path) -> None:
+    """Tried again: nobody waits long, and what is kept are the right bytes."""
+    job = Behind(tmp_path, 2, 1, timeout_s=SOON_S)
+    try:
+        job.open()
+        for step, what in enumerate(("close", "flip", "close"), 1):
+            job.proxy.faults.append(Fault(what, LARGE // 2))  # type: ignore[arg-type]
+            job.proxy.cut()
+            job.snapshot(step, LARGE)
+            job.await_complete(step)
+            assert job.proxy.struck == step
+            job.nodes[1].check_held(0, (1, step), LARGE)
+        assert "unprotected" not in job.ranks[0].stages()
+        assert job.nodes[0].status()["holders"]["n1"] == {"step": 3, "error": None}
+    finally:
+        job.end()
+
+
+def test_a_network_that_refuses_is_told_once_each_time(tmp_path: Path) -> None:
+    job = Behind(tmp_path, 2, 1, timeout_s=0.5)
+    try:
+        job.open()
+        job.snapshot(1)
+        job.await_complete(1)
+        rank = job.ranks[0]
+        for step in (2, 3):
+            job.proxy.refusing = True
+            job.proxy.cut()
+            job.snapshot(step)
+            job.await_complete(step)
+            until(lambda step=step: rank.stages().count("unprotected") == step - 1, "the word that it is gone")
+            assert rank.stages().count("peer_failed") == step - 1
+            job.proxy.refusing = False
+            until(lambda step=step: rank.stages().count("protected") == step - 1, "the word that it is back")
+        assert rank.protected == 3
+    finally:
+        job.end()
