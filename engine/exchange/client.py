@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Collection
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 from everstep.errors import Damaged
@@ -12,6 +14,7 @@ from everstep.format.hashing import rank_root
 from everstep.format.layout import Layout, decode, layout_hash
 from everstep.format.vote import STATE_IMAGE, ImageRecord
 from everstep.peers.address import ADDRESS
+from everstep.peers.stream import opened
 from everstep.store.flush import read_meta
 from everstep.store.sources import PEER, check_chunks, check_images, check_record, once
 
@@ -21,16 +24,13 @@ from .protocol import (
     IO_S,
     LOST,
     MAGIC,
+    Line,
     Offer,
     Request,
     Violation,
     What,
     decode_records,
     decode_reply,
-    receive_frame,
-    receive_into,
-    send,
-    send_frame,
 )
 
 CONNECTIONS = 4
@@ -68,7 +68,8 @@ class PeerSource:
         self._proofs = {proof.rank: proof for proof in offer.proofs if proof.copy == copy}
         self._io_s = io_s
         self._room = asyncio.Semaphore(CONNECTIONS)
-        self._idle: list[socket.socket] = []
+        self._pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="everstep-exchange-client")
+        self._idle: list[Line] = []
         self._lost: PeerLost | None = None
         self._records: dict[int, asyncio.Task[dict[str, ImageRecord]]] = {}
         self._layouts: dict[str, asyncio.Task[Layout]] = {}
@@ -130,7 +131,12 @@ class PeerSource:
             raise Damaged(f"{name}: no such image", found="nothing", expected="a record", name=name)
 
     async def read_into(self, rank: int, image: str, offset: int, view: memoryview) -> None:
-        await self._ask(Request("read", rank, image, offset, len(view), self._copy), view)
+        await self.read_parts(rank, image, offset, [view])
+
+    async def read_parts(self, rank: int, image: str, offset: int, parts: Sequence[memoryview]) -> None:
+        """As :meth:`read_into`, into several views one behind the other."""
+        nbytes = sum(map(len, parts))
+        await self._ask(Request("read", rank, image, offset, nbytes, self._copy), list(parts))
 
     def _request(self, what: What, rank: int) -> Request:
         return Request(what, rank, copy=self._copy)
@@ -150,74 +156,38 @@ class PeerSource:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._hang_up()
-
-    def _hang_up(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
+        await asyncio.to_thread(self._pool.shutdown)
+        _hang_up(self._idle)
 
     # -- connections
 
     async def _blob(self, request: Request) -> bytes:
-        data = await self._ask(request, None)
-        return bytes(data)
+        whole: list[memoryview] = []
+        await self._ask(request, whole)
+        return bytes(whole[0])
 
-    async def _ask(self, request: Request, view: memoryview | None) -> memoryview:
-        """The reply's bytes, in ``view`` if there is one. PeerLost."""
+    async def _ask(self, request: Request, parts: list[memoryview]) -> None:
+        """The reply's bytes into ``parts``, one behind the other; where there is none yet, into a new one. PeerLost."""
         async with self._room:
             if self._lost is not None:
                 raise self._lost
+            asking = _Asking(self._offer, request, parts, self._io_s, self._idle)
+            answer = asyncio.get_running_loop().run_in_executor(self._pool, asking.run)
             try:
-                if self._idle:
-                    try:
-                        return await self._exchange(self._idle.pop(), request, view)
-                    except (ConnectionError, EOFError):
-                        self._hang_up()  # the server tired of waiting: all that were left alone are gone
-                return await self._exchange(await self._connect(), request, view)
+                await asyncio.shield(answer)
+            except asyncio.CancelledError:
+                # The thread may write into the caller's memory until it has ended.
+                asking.abort()
+                await asyncio.gather(answer, return_exceptions=True)
+                raise
             except LOST as error:
                 if self._lost is None:
                     self._lost = self._lost_by(error)
                 raise self._lost from error
 
-    async def _connect(self) -> socket.socket:
-        loop = asyncio.get_running_loop()
-        host, port = self._offer.host, self._offer.port
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await asyncio.wait_for(loop.sock_connect(sock, (host, port)), self._io_s)
-            await send(sock, MAGIC + self._offer.token, self._io_s)
-            decode_reply(await receive_frame(sock, self._io_s))
-        except BaseException:
-            sock.close()
-            raise
-        return sock
-
-    async def _exchange(self, sock: socket.socket, request: Request, view: memoryview | None) -> memoryview:
-        """One request and its reply; the connection is kept for the next, unless anything went wrong."""
-        try:
-            await send_frame(sock, request, self._io_s)
-            reply = decode_reply(await receive_frame(sock, self._io_s))
-            if reply.error:
-                raise Violation(f"the peer refuses: {reply.error}")
-            if view is None:
-                if not 0 <= reply.nbytes <= BLOB_BYTES_MAX:
-                    raise Violation(f"{reply.nbytes} bytes; at most {BLOB_BYTES_MAX} are allowed")
-                view = memoryview(bytearray(reply.nbytes))
-            elif reply.nbytes != len(view):
-                raise Violation(f"{reply.nbytes} bytes instead of {len(view)}")
-            await receive_into(sock, view, self._io_s)
-        except BaseException:
-            sock.close()
-            raise
-        self._idle.append(sock)
-        return view
-
     def _lost_by(self, error: BaseException) -> PeerLost:
         place = f"{self._offer.host}:{self._offer.port}"
-        slow = isinstance(error, asyncio.TimeoutError)
+        slow = isinstance(error, TimeoutError)
         told = f"no answer within {self._io_s:g} s" if slow else f"{type(error).__name__}: {error}"
         return PeerLost(
             f"{self.label} cannot be read at {place}",
@@ -231,3 +201,85 @@ class PeerSource:
         raise PeerLost(
             f"{self.label}: {what} is not what was offered", found=found, expected=expected, name=self.label
         )
+
+
+class _Asking:
+    """One request and its reply, on a thread: over a connection of ``idle``, else over a new one, which is kept there
+    for the next unless anything goes wrong."""
+
+    def __init__(
+        self, offer: Offer, request: Request, parts: list[memoryview], io_s: float, idle: list[Line]
+    ) -> None:
+        self._offer = offer
+        self._request = request
+        self._parts = parts
+        self._io_s = io_s
+        self._idle = idle
+        self._guard = threading.Lock()
+        self._line: Line | None = None
+        self._aborted = False
+
+    def run(self) -> None:
+        """One of LOST."""
+        try:
+            line = self._idle.pop()
+        except IndexError:
+            pass
+        else:
+            try:
+                return self._over(line, self._exchange)
+            except (ConnectionError, EOFError):
+                _hang_up(self._idle)  # the server tired of waiting: all that were left alone are gone
+        host = self._offer.host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        line = Line(opened(lambda: socket.socket(family, socket.SOCK_STREAM)), self._io_s)
+        self._over(line, self._greet, self._exchange)
+
+    def abort(self) -> None:
+        """From another thread: end it soon."""
+        with self._guard:
+            self._aborted = True
+            if self._line is not None:
+                self._line.abort()
+
+    def _over(self, line: Line, *acts: Callable[[Line], None]) -> None:
+        try:
+            with self._guard:
+                if self._aborted:
+                    raise ConnectionAbortedError("nobody waits for it any more")
+                self._line = line
+            for act in acts:
+                act(line)
+        except BaseException:
+            line.close()
+            raise
+        else:
+            self._idle.append(line)
+        finally:
+            with self._guard:
+                self._line = None
+
+    def _greet(self, line: Line) -> None:
+        line.connect((self._offer.host, self._offer.port))
+        line.send(MAGIC + self._offer.token)
+        decode_reply(line.receive_frame())
+
+    def _exchange(self, line: Line) -> None:
+        line.send_frame(self._request)
+        reply = decode_reply(line.receive_frame())
+        if reply.error:
+            raise Violation(f"the peer refuses: {reply.error}")
+        wanted = sum(map(len, self._parts))
+        if not self._parts:
+            if not 0 <= reply.nbytes <= BLOB_BYTES_MAX:
+                raise Violation(f"{reply.nbytes} bytes; at most {BLOB_BYTES_MAX} are allowed")
+            self._parts.append(memoryview(bytearray(reply.nbytes)))
+        elif reply.nbytes != wanted:
+            raise Violation(f"{reply.nbytes} bytes instead of {wanted}")
+        for part in self._parts:
+            line.receive_into(part)
+
+
+def _hang_up(idle: list[Line]) -> None:
+    while idle:
+        idle.pop().close()

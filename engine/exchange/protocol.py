@@ -7,9 +7,10 @@ longer than its deadline.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import socket
 import struct
+import time
 from typing import Literal
 
 import msgspec
@@ -35,6 +36,7 @@ BYTES_PER_S_MIN = 1 << 20
 """A peer that is slower than this counts as lost."""
 
 _LENGTH = struct.Struct(">I")
+_TIMEVAL = struct.Struct("@ll")
 
 What = Literal["meta", "layout", "records", "read"]
 
@@ -43,8 +45,8 @@ class Violation(Exception):
     """The other side does not speak the protocol."""
 
 
-LOST = (OSError, EOFError, asyncio.TimeoutError, Violation)
-"""What ends a connection."""
+LOST = (OSError, EOFError, Violation)
+"""What ends a connection; a TimeoutError is an OSError."""
 
 
 class Request(msgspec.Struct, forbid_unknown_fields=True):
@@ -110,38 +112,78 @@ def within_s(nbytes: int, io_s: float) -> float:
     return io_s + nbytes / BYTES_PER_S_MIN
 
 
-async def receive_into(sock: socket.socket, view: memoryview, io_s: float) -> None:
-    """Fill ``view``. EOFError if the other side ends before, asyncio.TimeoutError if it is too slow."""
+class Line:
+    """One connection of an exchange; one thread uses it at a time. It blocks, with the kernel's own timeouts: bulk
+    bytes take one call for each piece, without the interpreter lock. Everything raises one of :data:`LOST`."""
 
-    async def all_of_it() -> None:
-        loop = asyncio.get_running_loop()
+    def __init__(self, sock: socket.socket, io_s: float) -> None:
+        """Takes over ``sock``, connected or not."""
+        self.sock = sock
+        self._io_s = io_s
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def connect(self, place: tuple[str, int]) -> None:
+        """In bounded time."""
+        self._limit(socket.SO_SNDTIMEO, self._io_s)
+        try:
+            self.sock.connect(place)
+        except BlockingIOError:
+            raise TimeoutError from None
+
+    def receive_into(self, view: memoryview, *, idle_s: float | None = None) -> None:
+        """Fill ``view``; the first byte may be awaited for ``idle_s`` instead. EOFError if the other side ends before,
+        TimeoutError if it is too slow."""
+        until = time.monotonic() + (within_s(len(view), self._io_s) if idle_s is None else idle_s)
         at = 0
         while at < len(view):
-            count = await loop.sock_recv_into(sock, view[at:])
-            if count == 0:
-                raise EOFError(f"the connection ended after {at} of {len(view)} bytes")
-            at += count
+            self._limit(socket.SO_RCVTIMEO, until - time.monotonic())
+            try:
+                received = self.sock.recv_into(view[at:], 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                raise TimeoutError from None
+            if not received:
+                raise EOFError("the other side closed the connection")
+            at += received
 
-    await asyncio.wait_for(all_of_it(), within_s(len(view), io_s))
+    def send(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        until = time.monotonic() + within_s(len(view), self._io_s)
+        at = 0
+        while at < len(view):
+            self._limit(socket.SO_SNDTIMEO, until - time.monotonic())
+            try:
+                at += self.sock.send(view[at:])
+            except BlockingIOError:
+                raise TimeoutError from None
 
+    def receive_frame(self, *, idle_s: float | None = None) -> bytes:
+        """One frame, which may be awaited for ``idle_s``. Violation if it says that it is too large."""
+        head = bytearray(_LENGTH.size)
+        self.receive_into(memoryview(head), idle_s=idle_s)
+        (nbytes,) = _LENGTH.unpack(head)
+        if nbytes > FRAME_BYTES_MAX:
+            raise Violation(f"a message of {nbytes} bytes; at most {FRAME_BYTES_MAX} are allowed")
+        data = bytearray(nbytes)
+        self.receive_into(memoryview(data))
+        return bytes(data)
 
-async def receive_frame(sock: socket.socket, io_s: float, *, idle_s: float | None = None) -> bytes:
-    """One frame, which may be awaited for ``idle_s``. Violation if it says that it is too large."""
-    head = bytearray(_LENGTH.size)
-    await receive_into(sock, memoryview(head), io_s if idle_s is None else idle_s)
-    (nbytes,) = _LENGTH.unpack(head)
-    if nbytes > FRAME_BYTES_MAX:
-        raise Violation(f"a message of {nbytes} bytes; at most {FRAME_BYTES_MAX} are allowed")
-    data = bytearray(nbytes)
-    await receive_into(sock, memoryview(data), io_s)
-    return bytes(data)
+    def send_frame(self, message: Request | Reply) -> None:
+        data = msgspec.msgpack.encode(message)
+        self.send(_LENGTH.pack(len(data)) + data)
 
+    def _limit(self, option: int, seconds: float) -> None:
+        """The longest that the next call may wait. TimeoutError when the time is up."""
+        if seconds <= 0:
+            raise TimeoutError
+        whole, micros = divmod(int(seconds * 1e6), 1_000_000)
+        self.sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(whole, max(micros, 1)))
 
-async def send(sock: socket.socket, data: bytes | memoryview, io_s: float) -> None:
-    loop = asyncio.get_running_loop()
-    await asyncio.wait_for(loop.sock_sendall(sock, data), within_s(len(data), io_s))
+    def abort(self) -> None:
+        """From any thread: whoever waits on the connection is woken, with one of :data:`LOST`."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
 
-
-async def send_frame(sock: socket.socket, message: Request | Reply, io_s: float) -> None:
-    data = msgspec.msgpack.encode(message)
-    await send(sock, _LENGTH.pack(len(data)) + data, io_s)
+    def close(self) -> None:
+        """By the thread that uses it."""
+        self.sock.close()

@@ -1,20 +1,23 @@
 """Serving the snapshots of this node's memory, for as long as the ranks of other nodes load them.
 
-On a thread of its own, which knows nothing but views of pinned slots: it reads, and it changes nothing.
+On threads of its own, one for each connection, which know nothing but views of pinned slots: they read, and change
+nothing.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hmac
 import logging
+import select
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from everstep.errors import EverstepError
+from everstep.peers.stream import opened
 
 from .protocol import (
     GREETING_S,
@@ -22,14 +25,11 @@ from .protocol import (
     LOST,
     MAGIC,
     TEXT_MAX,
+    Line,
     Reply,
     Request,
     Violation,
     decode_request,
-    receive_frame,
-    receive_into,
-    send,
-    send_frame,
 )
 
 log = logging.getLogger("everstep")
@@ -38,7 +38,9 @@ BACKLOG = 1024
 ACCEPT_PAUSE_S = 0.1
 """After an accept that failed (no descriptor left, for one)."""
 CLOSE_S = 10.0
-"""How long closing waits for the thread."""
+"""How long closing waits for the threads."""
+THREADS = "everstep-exchange"
+"""Their name."""
 
 
 @dataclass(frozen=True)
@@ -88,32 +90,43 @@ class Server:
         """Listens at once. OSError if that cannot be."""
         self._shelves = shelves
         self._greeting = MAGIC + token
-        self._connections_max = connections_max
         self._idle_s = idle_s
         self._io_s = io_s
         family, kind, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        self._listener = socket.socket(family, kind)
+        self._listener = opened(lambda: socket.socket(family, kind))
         try:
             self._listener.bind(place)
             self._listener.listen(BACKLOG)
+            self._listener.setblocking(False)
         except OSError:
             self._listener.close()
             raise
-        self._listener.setblocking(False)
         self.host = str(self._listener.getsockname()[0])
         self.port = int(self._listener.getsockname()[1])
-        self._loop = asyncio.new_event_loop()
-        self._stop = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="everstep-exchange", daemon=True)
+        self._guard = threading.Lock()
+        self._lines: dict[Line, threading.Thread] = {}
+        self._room = threading.Semaphore(connections_max)
+        self._closed = False
+        self._thread = threading.Thread(target=self._accept, name=THREADS, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End all connections and the thread. Safe to call again."""
-        with contextlib.suppress(RuntimeError):  # it has ended already
-            self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(CLOSE_S)
-        if self._thread.is_alive():
-            raise EverstepError("the exchange's thread does not end", found=f"alive after {CLOSE_S:g} s")
+        """End all connections and their threads. Safe to call again."""
+        with self._guard:
+            self._closed = True
+            lines = dict(self._lines)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._room.release()  # it may be waiting for that
+        for line in lines:
+            line.abort()
+        until = time.monotonic() + CLOSE_S
+        for thread in (self._thread, *lines.values()):
+            thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                raise EverstepError(
+                    "a thread of the exchange does not end", found=f"alive after {CLOSE_S:g} s"
+                )
 
     def __enter__(self) -> Server:
         return self
@@ -121,70 +134,81 @@ class Server:
     def __exit__(self, *args: object) -> None:
         self.close()
 
-    def _run(self) -> None:
-        try:
-            self._loop.run_until_complete(self._serve())
-        finally:
-            self._listener.close()
-            self._loop.close()
+    def _accept(self) -> None:
+        with self._listener:
+            while True:
+                self._room.acquire()
+                if self._is_closed():
+                    return
+                try:
+                    self._start(Line(self._next(), self._io_s))
+                except OSError as error:
+                    self._room.release()
+                    if self._is_closed():
+                        return
+                    log.warning("everstep: exchange: %s", error)
+                    time.sleep(ACCEPT_PAUSE_S)
 
-    async def _serve(self) -> None:
-        serving: set[asyncio.Task[None]] = set()
-        accepting = asyncio.ensure_future(self._accept(serving))
-        await self._stop.wait()
-        tasks = [accepting, *serving]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def _is_closed(self) -> bool:
+        with self._guard:
+            return self._closed
 
-    async def _accept(self, serving: set[asyncio.Task[None]]) -> None:
-        room = asyncio.Semaphore(self._connections_max)
-
-        def ended(task: asyncio.Task[None]) -> None:
-            serving.discard(task)
-            room.release()
-
+    def _next(self) -> socket.socket:
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
         while True:
-            await room.acquire()
+            poll.poll()
             try:
-                sock, _ = await self._loop.sock_accept(self._listener)
-            except OSError as error:
-                log.warning("everstep: exchange: %s", error)
-                room.release()
-                await asyncio.sleep(ACCEPT_PAUSE_S)
-                continue
-            task = asyncio.ensure_future(self._client(sock))
-            serving.add(task)
-            task.add_done_callback(ended)
+                return opened(lambda: self._listener.accept()[0])
+            except BlockingIOError:
+                continue  # whoever it was is gone again
 
-    async def _client(self, sock: socket.socket) -> None:
-        with sock:
-            try:
-                sock.setblocking(False)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                await self._greet(sock)
-                while True:
-                    data = await receive_frame(sock, self._io_s, idle_s=self._idle_s)
-                    await self._answer(sock, decode_request(data))
-            except LOST as error:
-                log.debug("everstep: exchange: a connection ended: %r", error)
+    def _start(self, line: Line) -> None:
+        """Serve it on a thread of its own, unless it is too late."""
+        thread = threading.Thread(target=self._client, args=(line,), name=THREADS, daemon=True)
+        with self._guard:
+            if self._closed:
+                line.close()
+                return
+            self._lines[line] = thread
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads on this machine
+            log.warning("everstep: exchange: %s", error)
+            self._ended(line)
 
-    async def _greet(self, sock: socket.socket) -> None:
+    def _client(self, line: Line) -> None:
+        try:
+            self._greet(line)
+            while True:
+                self._answer(line, decode_request(line.receive_frame(idle_s=self._idle_s)))
+        except LOST as error:
+            log.debug("everstep: exchange: a connection ended: %r", error)
+        finally:
+            self._ended(line)
+
+    def _ended(self, line: Line) -> None:
+        with self._guard:
+            self._lines.pop(line, None)
+            line.close()
+        self._room.release()
+
+    def _greet(self, line: Line) -> None:
         """Whoever does not know the token hears nothing."""
         said = bytearray(len(self._greeting))
-        await receive_into(sock, memoryview(said), min(GREETING_S, self._io_s))
+        line.receive_into(memoryview(said), idle_s=min(GREETING_S, self._io_s))
         if not hmac.compare_digest(said, self._greeting):
             raise Violation("a wrong token")
-        await send_frame(sock, Reply(0), self._io_s)
+        line.send_frame(Reply(0))
 
-    async def _answer(self, sock: socket.socket, request: Request) -> None:
+    def _answer(self, line: Line, request: Request) -> None:
         shelf = self._shelves.get((request.rank, request.copy))
         try:
             if shelf is None:
                 raise Violation(f"nothing of rank {request.rank}, copy {request.copy}")
             found = shelf.find(request)
         except Violation as error:
-            await send_frame(sock, Reply(0, str(error)[:TEXT_MAX]), self._io_s)
+            line.send_frame(Reply(0, str(error)[:TEXT_MAX]))
             return
-        await send_frame(sock, Reply(len(found)), self._io_s)
-        await send(sock, found, self._io_s)
+        line.send_frame(Reply(len(found)))
+        line.send(found)

@@ -57,6 +57,28 @@ def chunk_hashes(view: memoryview, chunk_bytes: int) -> bytes:
     return b"".join([one(view[start : start + chunk_bytes]) for start in range(0, len(view), chunk_bytes)])
 
 
+def chunk_hashes_of(parts: Sequence[memoryview], chunk_bytes: int) -> bytes:
+    """As :func:`chunk_hashes` of the views one behind the other."""
+    found = []
+    hasher, left = xxhash.xxh3_128(), chunk_bytes
+    for part in parts:
+        at = 0
+        while at < len(part):
+            piece = part[at : at + left]
+            at += len(piece)
+            if len(piece) == chunk_bytes:
+                found.append(xxhash.xxh3_128_digest(piece))
+                continue
+            hasher.update(piece)
+            left -= len(piece)
+            if left == 0:
+                found.append(hasher.digest())
+                hasher, left = xxhash.xxh3_128(), chunk_bytes
+    if left < chunk_bytes:
+        found.append(hasher.digest())
+    return b"".join(found)
+
+
 def image_root(nbytes: int, chunks: bytes) -> bytes:
     """Binds the size of an image and the hashes of all its chunks (as from :func:`chunk_hashes`)."""
     return digest(b"everstep image\0" + nbytes.to_bytes(8, "little") + chunks)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
 from everstep.backends.aligned import aligned_buffer
 from everstep.errors import CannotTell, Damaged, EverstepError, Pruned, StateMismatch
@@ -20,7 +21,7 @@ from everstep.format.vote import ImageRecord
 from everstep.memory.errors import ArenaGone, SlotGone
 from everstep.plan.reads import Range, Read, chunk_ranges, clip
 
-from .sources import Source, bad_chunks, changed_chunk, check_record
+from .sources import Scattering, Source, bad_chunks, changed_chunk, check_record
 
 PARALLEL = 8
 """Pieces in flight, more than a backend reads at once: while some are hashed and copied, others are
@@ -36,6 +37,8 @@ LARGE_COPY_BYTES = 64 << 10
 
 FALLBACKS_MAX = 256
 """Fallbacks that a report tells one by one."""
+
+R = TypeVar("R")
 
 _UNSERVED = (Damaged, CannotTell, Pruned, SlotGone, ArenaGone)
 """Errors of one source that another may make good."""
@@ -114,9 +117,9 @@ async def fill(
     checkpoint, best first.
 
     The headers of the images that are used are proved too, unless ``headers`` is False. At most ``parallel``
-    pieces of ``piece_bytes`` are in memory. On an error the targets hold a mixture: what was copied was
-    proved, the rest is untouched. Raises Damaged (naming object, offset, found, expected) when no source has a
-    chunk right, Pruned, CannotTell, SlotGone.
+    pieces of ``piece_bytes`` are in memory. On an error the targets hold a mixture, of what was proved, what was
+    read straight into them and was not, and what was there before. Raises Damaged (naming object, offset, found,
+    expected) when no source has a chunk right, Pruned, CannotTell, SlotGone.
     """
     _check_sources(sources)
     report = FillReport()
@@ -279,40 +282,115 @@ async def _work(
     piece_bytes: int,
 ) -> None:
     """Take pieces until none is left. The buffer is made when a piece first needs one."""
-    loop = asyncio.get_running_loop()
     buffer: memoryview | None = None
     for piece in pieces:
-        source = piece.holders[0]
-        whole = source.mapped(piece.rank, piece.image)
-        error: EverstepError | None = None
+        whole = piece.holders[0].mapped(piece.rank, piece.image)
         if whole is not None:
             view = whole[piece.offset : piece.offset + piece.nbytes]
+            error, bad = None, await _in(pool, _verify_and_copy, piece, view, targets)
         else:
             if buffer is None or len(buffer) < piece.nbytes:
                 buffer = aligned_buffer(max(piece_bytes, piece.nbytes))
             view = buffer[: piece.nbytes]
-            error = await _try_read(source, piece, view)
-        bad: list[tuple[int, bytes]] = []
+            error, bad = await _read(piece, view, targets, pool)
         if error is None:
-            bad = await loop.run_in_executor(pool, _verify_and_copy, piece, view, targets)
-            report.count(source, piece.nbytes - _nbytes_of(bad, piece))
+            report.count(piece.holders[0], piece.nbytes - _nbytes_of(bad, piece))
         if error is not None or bad:
             await _repair(piece, view, bad, error, targets, pool, report)
         report.pieces += 1
         report.nbytes += sum([read.nbytes * read.runs for read in piece.reads])
 
 
+async def _in(pool: ThreadPoolExecutor, act: Callable[..., R], *args: Any) -> R:
+    return await asyncio.get_running_loop().run_in_executor(pool, act, *args)
+
+
+Bad = list[tuple[int, bytes]]
+"""Chunks that have not their hash, each with the one found."""
+
+
+async def _read(
+    piece: _Piece, view: memoryview, targets: Mapping[int, memoryview], pool: ThreadPoolExecutor
+) -> tuple[EverstepError | None, Bad]:
+    """Read the piece from its first holder, and have its reads done if every chunk is right. Else ``view`` holds what
+    was read."""
+    source = piece.holders[0]
+    scattered = _scattered(piece, view, targets) if isinstance(source, Scattering) else None
+    try:
+        if scattered is None:
+            await source.read_into(piece.rank, piece.image, piece.offset, view)
+            return None, await _in(pool, _verify_and_copy, piece, view, targets)
+        await cast(Scattering, source).read_parts(piece.rank, piece.image, piece.offset, scattered.parts)
+    except _UNSERVED as error:
+        return error, []
+    return None, await _in(pool, scattered.verify)
+
+
+class _Scattered:
+    """A piece that is read straight into the targets, but for what is small there, or wanted nowhere: that goes
+    through ``view``, at its own place."""
+
+    def __init__(self, piece: _Piece, view: memoryview) -> None:
+        self.parts: list[memoryview] = []
+        self._piece = piece
+        self._view = view
+        self._at = 0
+        self._copies: list[tuple[memoryview, memoryview]] = []
+
+    def small(self, begin: int, target: memoryview) -> None:
+        """``target`` are the bytes from ``begin`` of the piece on."""
+        self._copies.append((target, self._view[begin : begin + len(target)]))
+
+    def large(self, begin: int, target: memoryview) -> None:
+        """What comes after the former large one, up to ``begin``, goes through the view."""
+        if begin > self._at:
+            self.parts.append(self._view[self._at : begin])
+        self.parts.append(target)
+        self._at = begin + len(target)
+
+    def end(self) -> None:
+        if self._at < len(self._view):
+            self.parts.append(self._view[self._at :])
+
+    def verify(self) -> Bad:
+        """The bad chunks; if there are none, all reads have been done, else the view holds the whole piece."""
+        chunk_bytes = self._piece.holders[0].chunk_bytes
+        bad = bad_chunks(self.parts, self._piece.offset // chunk_bytes, self._piece.record, chunk_bytes)
+        if bad:
+            at = 0
+            for part in self.parts:
+                self._view[at : at + len(part)] = part
+                at += len(part)
+        else:
+            for target, copy in self._copies:
+                target[:] = copy
+        return bad
+
+
+def _scattered(piece: _Piece, view: memoryview, targets: Mapping[int, memoryview]) -> _Scattered | None:
+    """None where most of it would go through the view anyhow, or a byte is wanted twice."""
+    found = _Scattered(piece, view)
+    at = large = 0
+    for index, _, _, offset, nbytes, dest, count, _, _ in piece.reads:
+        begin = offset - piece.offset
+        if count > 1 or begin < at:
+            return None
+        at = begin + nbytes
+        target = targets[index][dest : dest + nbytes]
+        if len(target) != nbytes:
+            return None  # the plain way says what is wrong
+        if nbytes < LARGE_COPY_BYTES:
+            found.small(begin, target)
+        else:
+            large += nbytes
+            found.large(begin, target)
+    found.end()
+    return found if 2 * large > piece.nbytes else None
+
+
 def _nbytes_of(bad: Sequence[tuple[int, bytes]], piece: _Piece) -> int:
     chunk_bytes = piece.holders[0].chunk_bytes
     return sum(min(chunk_bytes, piece.record.nbytes - index * chunk_bytes) for index, _ in bad)
-
-
-async def _try_read(source: Source, piece: _Piece, view: memoryview) -> EverstepError | None:
-    try:
-        await source.read_into(piece.rank, piece.image, piece.offset, view)
-    except _UNSERVED as error:
-        return error
-    return None
 
 
 def _verify_and_copy(

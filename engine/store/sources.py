@@ -7,15 +7,15 @@ reads them (:mod:`.fill`, fsck) against the records. All methods belong to one e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
 from everstep.backends.api import Backend
 from everstep.backends.errors import NotFound, ShortRead
 from everstep.errors import Damaged, Pruned, RunError
 from everstep.format import names
 from everstep.format.constants import HASH_BYTES
-from everstep.format.hashing import chunk_hashes, image_root, rank_root
+from everstep.format.hashing import chunk_hashes, chunk_hashes_of, image_root, rank_root
 from everstep.format.layout import Layout, decode, layout_hash
 from everstep.format.manifest import Manifest, RankRecord
 from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote, header_of
@@ -102,6 +102,15 @@ class Source(Protocol):
 
     async def confirm(self) -> None:
         """Called after reading: raises if what was read may have been replaced meanwhile."""
+        ...
+
+
+@runtime_checkable
+class Scattering(Protocol):
+    """A source that can read straight to where the bytes are wanted."""
+
+    async def read_parts(self, rank: int, image: str, offset: int, parts: Sequence[memoryview]) -> None:
+        """As :meth:`Source.read_into`, into several views one behind the other."""
         ...
 
 
@@ -422,11 +431,14 @@ def check_images(layout: Layout, records: Mapping[str, ImageRecord], name: str) 
 
 
 def bad_chunks(
-    view: memoryview, first: int, record: ImageRecord, chunk_bytes: int
+    view: memoryview | Sequence[memoryview], first: int, record: ImageRecord, chunk_bytes: int
 ) -> list[tuple[int, bytes]]:
-    """The chunks in ``view`` (which begins with chunk ``first``) whose hash is not the record's, each with
-    the hash found. A chunk for which the record has no hash is bad."""
-    found = chunk_hashes(view, chunk_bytes)
+    """The chunks in ``view`` (which begins with chunk ``first``; or several views, one behind the other) whose hash is
+    not the record's, each with the hash found. A chunk for which the record has no hash is bad."""
+    if isinstance(view, memoryview):
+        found = chunk_hashes(view, chunk_bytes)
+    else:
+        found = chunk_hashes_of(view, chunk_bytes)
     expected = record.chunks[first * HASH_BYTES : first * HASH_BYTES + len(found)]
     if found == expected:
         return []

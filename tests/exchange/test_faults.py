@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +14,7 @@ import everstep.nodes
 import pytest
 import torch
 from everstep.errors import Damaged
-from everstep.exchange.protocol import Reply, Request, send, send_frame
+from everstep.exchange.protocol import Line, Reply, Request
 from everstep.exchange.server import Server
 from everstep.reading import into_state
 
@@ -37,51 +35,51 @@ class Faulty(Server):
         self._right = self.only_first and self.made > 1
         super().__init__(*args, **options)
 
-    async def _answer(self, sock: socket.socket, request: Request) -> None:
+    def _answer(self, line: Line, request: Request) -> None:
         if self._right or request.what not in self.spoils():
-            await super()._answer(sock, request)
+            super()._answer(line, request)
         else:
-            await self.spoil(sock, request)
+            self.spoil(line, request)
 
     @staticmethod
     def spoils() -> tuple[str, ...]:
         return ("read",)
 
-    async def spoil(self, sock: socket.socket, request: Request) -> None:
+    def spoil(self, line: Line, request: Request) -> None:
         raise NotImplementedError
 
 
 class Dies(Faulty):
-    async def spoil(self, sock: socket.socket, request: Request) -> None:
-        sock.shutdown(socket.SHUT_RDWR)
+    def spoil(self, line: Line, request: Request) -> None:
+        line.abort()
 
 
 class Stalls(Faulty):
-    async def spoil(self, sock: socket.socket, request: Request) -> None:
-        await send_frame(sock, Reply(request.nbytes), IO_S)
-        await asyncio.sleep(WAIT_S)
+    def spoil(self, line: Line, request: Request) -> None:
+        line.send_frame(Reply(request.nbytes))
+        line.receive_into(memoryview(bytearray(1)), idle_s=WAIT_S)
 
 
 class Flips(Faulty):
     """One bit of every image."""
 
-    async def spoil(self, sock: socket.socket, request: Request) -> None:
+    def spoil(self, line: Line, request: Request) -> None:
         data = bytearray(self._shelves[request.rank, request.copy].find(request))
         data[len(data) // 2] ^= 1
-        await send_frame(sock, Reply(len(data)), IO_S)
-        await send(sock, bytes(data), IO_S)
+        line.send_frame(Reply(len(data)))
+        line.send(data)
 
 
 class Confuses(Faulty):
-    """Gives another rank's layout and records."""
+    """Gives another rank's layout and records, or none."""
 
     @staticmethod
     def spoils() -> tuple[str, ...]:
         return ("layout", "records")
 
-    async def spoil(self, sock: socket.socket, request: Request) -> None:
-        other = next(rank for rank, _ in self._shelves if rank != request.rank)
-        await super()._answer(sock, Request(request.what, other))
+    def spoil(self, line: Line, request: Request) -> None:
+        other = next((rank for rank, _ in self._shelves if rank != request.rank), 99)
+        Server._answer(self, line, Request(request.what, other))
 
 
 class Deaf:
