@@ -36,8 +36,8 @@ def run_stall(size_mib: int, repeats: int, directory: Path | None, tell: Step) -
     with workspace(directory) as work:
         tell("making the state")
         state = BenchState(size_mib * MIB)
-        eager, floor, floors = _eager(state, repeats, work / "eager", tell)
-        overlap = _overlap(state, repeats, work / "overlap", eager.median, tell)
+        eager, floor, floors = measure_eager(state, repeats, work / "eager", tell)
+        overlap = measure_overlap(state, repeats, work / "overlap", eager.median, tell)
         small = _small(repeats, work / "small", tell)
         calls, waits = overlap["call"], overlap["wait"]
         blocking = Samples([call + wait for call, wait in zip(calls.seconds, waits.seconds, strict=True)])
@@ -84,10 +84,10 @@ def _train_state(state: BenchState) -> everstep.TrainState:
     return everstep.TrainState(model=state.module, optimizer=state.optimizer, rng=False)
 
 
-def _eager(
+def measure_eager(
     state: BenchState, repeats: int, root: Path, tell: Step
 ) -> tuple[Samples, Samples, dict[str, Samples]]:
-    """(eager snapshots, best floor, all floors)."""
+    """(eager snapshots, best floor, all floors), in a new run at ``root``."""
     trained = _train_state(state)
     floor = CopyFloor(state.tensors)
     floors = {"flat_copy": Samples(), "fused_copy": Samples(), "copy_one_by_one": Samples()}
@@ -129,7 +129,7 @@ def _check(root: Path, step: int, trained: everstep.TrainState, tensors: Sequenc
     require_equal(hashes(tensors), expected, f"the snapshot of step {step}")
 
 
-def _overlap(state: BenchState, repeats: int, root: Path, eager_s: float, tell: Step) -> dict[str, Samples]:
+def measure_overlap(state: BenchState, repeats: int, root: Path, eager_s: float, tell: Step) -> dict[str, Samples]:
     """Snapshots whose copy hides behind computing: the call, the wait in the optimizer's hook, and the
     computing beside a copy and alone."""
     trained = _train_state(state)
@@ -188,4 +188,4 @@ def _small(repeats: int, root: Path, tell: Step) -> Samples:
     return samples
 
 
-__all__ = ["run_stall"]
+__all__ = ["measure_eager", "measure_overlap", "run_stall"]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .loading import Recovery
     from .oneshot import load, save
     from .policy import Memory, Policy
+    from .sizing import MemoryPlan, plan_memory
     from .state.registry import register
     from .state.sharded import Shards, flat_range
     from .state.trainstate import TrainState
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Checkpointer": "checkpointer",
     "Memory": "policy",
+    "MemoryPlan": "sizing",
     "Policy": "policy",
     "Recovery": "loading",
     "SaveHandle": "handles",
@@ -31,6 +33,7 @@ _HOMES = {
     "errors": "",
     "flat_range": "state.sharded",
     "load": "oneshot",
+    "plan_memory": "sizing",
     "register": "state.registry",
     "save": "oneshot",
 }
@@ -38,6 +41,7 @@ _HOMES = {
 __all__ = [
     "Checkpointer",
     "Memory",
+    "MemoryPlan",
     "Policy",
     "Recovery",
     "SaveHandle",
@@ -47,6 +51,7 @@ __all__ = [
     "errors",
     "flat_range",
     "load",
+    "plan_memory",
     "register",
     "save",
 ]

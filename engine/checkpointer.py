@@ -47,7 +47,7 @@ from .session import Session, agent_settings
 from .state.trainstate import TrainState
 from .store.blocking import run_blocking
 from .store.runs import open_run
-from .writers import unmark
+from .writers import Lookout, unmark
 
 log = logging.getLogger("everstep")
 
@@ -127,6 +127,7 @@ class Checkpointer:
         """Which ones keep each snapshot, by the number of a node in the order of their first ranks; spare ones last."""
         self._protection: Protection | None = None
         self.recovery: Recovery | None = None
+        self._lookout: Lookout | None = None
         self._loaded: TrainState | None = None
         """What a load restored, until a step or save follows it."""
         _close_former(self._place.url, self)
@@ -164,6 +165,9 @@ class Checkpointer:
         self._origin = Origin(fresh=self._origin.fresh)  # a load that fails leaves nothing to start from
         if self._origin.fresh is None:
             self._held = self._kept_by_agent()
+            if ranks.rank == 0 and not self._take_over:
+                self._lookout = Lookout(self._backend)
+                self._lookout.begin()
             with open_arenas(tier.directory, self._held) as arenas:
                 found = Loader(
                     self._backend,
@@ -405,6 +409,7 @@ class Checkpointer:
                 config=self._config,
                 config_hash=config_hash(self._config),
                 take_over=self._take_over,
+                lookout=self._lookout,
             )
             return [encode_run(run), encode_incarnation(record)]
 

@@ -24,12 +24,10 @@ from .memory.info import ArenaInfo
 from .memory.process import Process
 from .memory.slots import WriteSlot
 from .places import Place
+from .plan.room import GROWTH
 
 POLL_MIN_S = 0.0005
 POLL_MAX_S = 0.05
-GROWTH = 1.25
-"""A slot that turned out too small is replaced by one of this many times the need."""
-
 CLEAN_PAUSE_S = 1.0
 """Former ranks' arenas are looked for at most this often: it reads a directory and every header in it."""
 

@@ -16,7 +16,7 @@ from .places import Place
 from .store.blocking import run_blocking
 from .store.catalog import list_steps
 from .store.runs import add_incarnation, create_run, now, read_incarnations, require_records
-from .writers import is_writing, mark, unmark
+from .writers import Lookout, is_writing, mark, unmark
 
 NOTHING_TO_LOAD = "there was no checkpoint to load"
 
@@ -59,25 +59,18 @@ def begin_incarnation(
     config: dict[str, Any] | None,
     config_hash: str | None,
     take_over: bool,
+    lookout: Lookout | None = None,
 ) -> tuple[RunRecord, IncarnationRecord]:
     """Create the run if absent and add the next incarnation, which is marked as being written until ``unmark``.
-    Called by one rank.
+    Called by one rank. ``lookout`` has begun to look for a writer on another host already.
 
     Raises NotLoaded, RunInUse and Damaged; nothing is written then.
     """
     records = _existing(backend)
     if records:
         _refuse_unloaded(backend, origin)
-        newest = records[-1]
-        if not take_over and is_writing(place, newest):
-            raise RunInUse(
-                "another process writes to this run",
-                found=f"process {newest.writer.pid} on {newest.writer.host}, incarnation {newest.number}",
-                expected="no living writer",
-                hint="Stop it first, or pass take_over=True: the other one then gets Superseded.",
-                pid=newest.writer.pid,
-                incarnation=newest.number,
-            )
+        if not take_over:
+            _refuse_second(place, records[-1], lookout or Lookout(backend))
     run = run_blocking(create_run(backend, chunk_bytes=CHUNK_BYTES))
 
     record_id = secrets.token_hex(8)
@@ -107,6 +100,25 @@ def begin_incarnation(
     except BaseException:
         unmark(place, record_id)
         raise
+
+
+def _refuse_second(place: Place, newest: IncarnationRecord, lookout: Lookout) -> None:
+    host, pid, age = newest.writer.host, newest.writer.pid, ""
+    if not is_writing(place, newest):
+        seen = lookout.sees(newest)
+        if seen is None:
+            return
+        host, pid = seen.host, seen.pid
+        age = "" if seen.age_s is None else f", seen alive there, its last beat {seen.age_s:.1f} s old"
+    raise RunInUse(
+        "another process writes to this run",
+        found=f"process {pid} on {host}, incarnation {newest.number}{age}",
+        expected="no living writer",
+        hint="Stop it first, or pass take_over=True: the other one then gets Superseded.",
+        pid=pid,
+        host=host,
+        incarnation=newest.number,
+    )
 
 
 def _existing(backend: Backend) -> list[IncarnationRecord]:

@@ -20,6 +20,7 @@ from .errors import EverstepError, ReplicasDiffer, StepOrder
 from .format.records import IncarnationRecord, RunRecord
 from .guarding import Protection, begin_protection
 from .handles import SaveHandle
+from .heartbeat import Heartbeat
 from .memory.control import Purpose
 from .memory.process import Process
 from .memory.slots import Pinned
@@ -90,6 +91,7 @@ class Session:
         self._agent_missed: float | None = None
         self._ended = False
         self._last_step = adopted[1] if adopted is not None else -1
+        self._heartbeat = Heartbeat(lambda: tier.arena, record.number, interval_s=policy.heartbeat_s)
 
     @property
     def incarnation(self) -> int:
@@ -141,6 +143,7 @@ class Session:
         if newest is None or newest.step != step or self._is_refused(step):
             self._snapshot(step, state, metrics, late=False, flush=True)
         self._last_step = step
+        self._heartbeat.stepped(step)
         self._settle()
         return self._flush(step)
 
@@ -203,6 +206,7 @@ class Session:
             self._ended = True
             with contextlib.ExitStack() as stack:
                 stack.callback(self._tier.close, remove=safe and not keep)
+                stack.callback(self._heartbeat.close)
                 stack.callback(self._client.close)
                 stack.callback(self._goodbye, flush, safe and not keep)
                 stack.callback(self._snapshots.close)
@@ -232,6 +236,7 @@ class Session:
 
     def _passed(self, step: int) -> None:
         self._last_step = step
+        self._heartbeat.stepped(step)
         self._decisions.passed(step)
 
     def _make_way(self, step: int, *, give_up: bool) -> None:
@@ -396,6 +401,8 @@ def agent_settings(place: Place, policy: Policy, run_id: str, chunk_bytes: int) 
         rate_bytes_per_s=policy.rate_bytes_per_s,
         retention=Retention(keep_last=policy.keep_last, keep_every=policy.keep_every),
         linger_s=policy.linger_s,
+        heartbeat_s=policy.heartbeat_s,
+        heartbeat_timeout_s=policy.heartbeat_timeout_s or 4 * policy.heartbeat_s,
         commit_timeout_s=policy.commit_timeout_s,
         chunk_bytes=chunk_bytes,
     )

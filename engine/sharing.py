@@ -31,6 +31,7 @@ from .format.hashing import hexdigest
 from .format.layout import Layout
 from .format.vote import ImageRecord
 from .memory.process import Process, boot_id
+from .memory.sizes import SHARED_BYTES
 from .phases import PhaseFailed, Phases
 from .plan.reads import Range, Read
 from .plan.shares import Clipper, ImageKey, Needs, Round, common_ranges, deal, without
@@ -39,9 +40,6 @@ from .store.blocking import run_blocking
 from .store.fill import PARALLEL, FillReport, Image, fill, images_of
 from .store.sources import Mapped, Source
 
-SHARED_BYTES = 128 << 20
-"""Memory that the ranks of a node share, in two halves: one is copied from while the other is read into. More would
-cost more to be mapped for the first time than the fewer rounds save."""
 HALVES = 2
 PIECE_BYTES_MIN = 1 << 20
 """A rank's share of a round is read in this many bytes at a time at least, in parallel."""

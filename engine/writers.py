@@ -1,9 +1,12 @@
-"""Who writes a run, as far as this node can prove it.
+"""Who writes a run, as far as it can be proved.
 
 An incarnation's record names the writing process. That this process lives does not mean that it still writes, nor
 that it writes *here*: it may have closed the run, or the run may have been copied. So a writer leaves a mark beside
 the agents' directories for as long as it writes; the mark names the canonical root and the incarnation's random id.
 A mark without its process, or a process without its mark, is no living writer.
+
+Of a writer on another host its node's agent tells, in the beacon that it leaves on the shared tier: it lives if that
+very process is named there as living, by a beacon that is made anew while we look. Clocks are not compared.
 """
 
 from __future__ import annotations
@@ -11,16 +14,32 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
+from .backends.api import Backend
+from .errors import EverstepError
+from .format.beacon import Beacon, BeaconRank
 from .format.hashing import hexdigest
 from .format.records import IncarnationRecord, Writer
 from .memory.process import Process
 from .places import Place
+from .plan.liveness import Look, goes_on
+from .store.beacons import read_beacon, read_beacons
+from .store.blocking import run_blocking
+from .store.runs import read_incarnations
 
 log = logging.getLogger("everstep")
 
 KEY_CHARS = 16
+
+LOOK_INTERVALS = 2.5
+"""Of a beacon, within which one that goes on is seen to."""
+LOOK_S_MAX = 60.0
+"""However seldom a beacon says that it comes."""
+LOOKS_PER_INTERVAL = 10
 
 
 def is_writing(place: Place, record: IncarnationRecord) -> bool:
@@ -60,3 +79,86 @@ def _path(place: Place, record_id: str) -> Path:
 
 def _key(place: Place) -> str:
     return hexdigest(place.url.encode())[:KEY_CHARS]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A writer on another host, alive. ``age_s`` is how old its last beat was when its agent said so."""
+
+    host: str
+    pid: int
+    age_s: float | None
+
+
+class Lookout:
+    """Looks whether a run's newest writer lives on another host. A beacon that stands still costs the time of some of
+    its intervals, once: :meth:`begin` is called before something that takes time anyhow, such as a load."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._began = time.monotonic()
+        self._first: dict[str, Beacon] = {}
+
+    def begin(self) -> None:
+        """The first look, if the newest writer was on another host. Errors are left to those who need to read."""
+        with contextlib.suppress(EverstepError):
+            records = run_blocking(read_incarnations(self._backend))
+            if records and is_elsewhere(records[-1].writer):
+                self._began, self._first = time.monotonic(), self._look()
+
+    def sees(self, record: IncarnationRecord) -> Seen | None:
+        """The writer of ``record``, if it lives on another host. May wait, see above."""
+        if not is_elsewhere(record.writer):
+            return None
+        if not self._first:
+            self._began = time.monotonic()
+        for name, beacon in self._look().items():
+            if _living(beacon, record) is not None:
+                seen = self._watch(name, beacon, record)
+                if seen is not None:
+                    return seen
+        return None
+
+    def _watch(self, name: str, now: Beacon | None, record: IncarnationRecord) -> Seen | None:
+        looks = [_look_of(self._first.get(name)), _look_of(now)]
+        if now is None:
+            return None
+        pause = min(now.interval_s, LOOK_S_MAX) / LOOKS_PER_INTERVAL
+        until = self._began + min(LOOK_INTERVALS * now.interval_s, LOOK_S_MAX)
+        while now is not None and (rank := _living(now, record)) is not None:
+            if goes_on(looks):
+                return Seen(now.host, rank.pid, rank.beat_age_s)
+            if time.monotonic() >= until:
+                return None
+            time.sleep(pause)
+            try:
+                now = run_blocking(read_beacon(self._backend, name))
+            except EverstepError:
+                return None
+            looks.append(_look_of(now))
+        return None
+
+    def _look(self) -> dict[str, Beacon]:
+        try:
+            return run_blocking(read_beacons(self._backend))[0]
+        except EverstepError as error:
+            log.warning("everstep: whether a writer lives on another host cannot be seen: %s", error)
+            return {}
+
+
+def is_elsewhere(writer: Writer) -> bool:
+    """Whether the writer is, or was, on another host than this, or in another boot of it."""
+    return (writer.host, writer.boot) != (socket.gethostname(), Process.current().boot)
+
+
+def _living(beacon: Beacon, record: IncarnationRecord) -> BeaconRank | None:
+    """The record's writer, as a living rank of the beacon. An agent that lingers without its trainers has none."""
+    writer = record.writer
+    if (beacon.incarnation, beacon.boot) != (record.number, writer.boot):
+        return None
+    found = (r for r in beacon.living if (r.pid, r.start_time) == (writer.pid, writer.start_time))
+    return next(found, None)
+
+
+def _look_of(beacon: Beacon | None) -> Look:
+    return Look(None, 0) if beacon is None else Look(beacon.agent, beacon.count)

@@ -50,7 +50,7 @@ LAZY_TORCH = {
 """Outside those layers: only inside functions that fsck and the agent do not call, or call only for jobs that have
 tensors of the whole job, whose coverage is checked with arrays."""
 
-LIGHT = ("everstep", "everstep.places", "everstep.policy", "everstep.state.codec")
+LIGHT = ("everstep", "everstep.places", "everstep.policy", "everstep.sizing", "everstep.state.codec")
 """Besides the layers without torch, what the maintenance commands use."""
 
 HEAVY = frozenset({"torch", "numpy"})
@@ -219,6 +219,7 @@ def test_the_public_face_is_the_documented_one() -> None:
     assert set(everstep.__all__) - {"__version__"} == {
         "Checkpointer",
         "Memory",
+        "MemoryPlan",
         "Policy",
         "Recovery",
         "SaveHandle",
@@ -227,6 +228,7 @@ def test_the_public_face_is_the_documented_one() -> None:
         "errors",
         "flat_range",
         "load",
+        "plan_memory",
         "register",
         "save",
     }

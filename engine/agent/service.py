@@ -28,9 +28,9 @@ from everstep.store.events import EventLog
 from everstep.store.rotate import RotationReport
 from everstep.store.runs import open_run
 
-from . import protocol
+from .beacon import Beacons
 from .guard import SameRun
-from .journal import GuardEntry, JobEntry, Journal
+from .journal import GuardEntry, JobEntry, Journal, NoJournal
 from .members import FLUSHED, KEPT, Member, Members, find_snapshot, open_arena
 from .orphans import Orphans
 from .pipeline import Flush, Pipeline
@@ -54,6 +54,7 @@ from .protocol import (
 )
 from .rotation import Rotator
 from .server import Peer
+from .status import describe
 from .storage import patiently
 from .values import NO_STEP, AgentSettings, Progress
 
@@ -91,6 +92,7 @@ class Service:
         self._events: EventLog | None = None
         self._orphans = Orphans(self)
         self.protection = Protection(self)
+        self.beacons = Beacons(self)
         self._registered: set[Peer] = set()
         self._order = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -109,6 +111,7 @@ class Service:
             log.error("the journal was damaged and has been set aside: %s", self._journal.repaired)
         self.keep(self._resume())
         self.keep(self._linger())
+        self.keep(self.beacons.run())
 
     async def close(self) -> None:
         for task in list(self._tasks):
@@ -120,6 +123,7 @@ class Service:
         if self.pipeline is not None:
             await self.pipeline.close()
         await self._write_events()
+        await self.beacons.close()
         self.members.close()
         self._journal_thread.shutdown()
         self._journal.close()
@@ -272,6 +276,7 @@ class Service:
         peer.member = member
         if peer.open:
             self._registered.add(peer)
+        self.beacons.changed()
         peer.send(Welcome(self._journal.epoch))
         self.keep(self._check_incarnations())
 
@@ -328,6 +333,7 @@ class Service:
         self.members.leave(member, FLUSHED if request.flush else KEPT, safe=request.safe)
         self.protection.left()
         await self._journaled(self._journal.drop_member, member.entry())
+        self.beacons.changed()
         peer.send(Goodbye(request.number))
         self.keep(self._orphans.look())
 
@@ -354,33 +360,26 @@ class Service:
 
     def status(self) -> dict[str, Any]:
         """For people who look, and for tests: plain values."""
-        me = Process.current()
-        flushes = [] if self.pipeline is None else self.pipeline.flushes()
-        return {
-            "pid": me.pid,
-            "protocol": protocol.PROTOCOL,
-            "epoch": self._journal.epoch,
-            "root": self.settings.root,
-            "node": self.settings.node,
-            "idle": self.idle,
-            "seconds": time.monotonic() - self._started,
-            "trainers": [
-                {"rank": m.rank, "incarnation": m.incarnation, "pid": m.process.pid, "here": m.here}
-                for m in self.members.all()
-            ],
-            "flushes": [
-                {
-                    "step": f.step,
-                    "incarnation": f.incarnation,
-                    "attempt": f.attempt,
-                    "ranks": {str(rank): job.entry.stage for rank, job in f.jobs.items()},
-                }
-                for f in flushes
-            ],
-            "guard": self.protection.status(),
-        }
+        return describe(self, self._journal.epoch, time.monotonic() - self._started)
 
-    # -- for the queue and the orphans
+    # -- for the queue, the orphans and the beacon
+
+    @property
+    def backend(self) -> Backend:
+        return self._backend
+
+    @property
+    def run_record(self) -> RunRecord | None:
+        return self._run
+
+    @property
+    def inline(self) -> bool:
+        """Whether this is the agent of one trainer, within it."""
+        return isinstance(self._journal, NoJournal)
+
+    async def superseded(self, incarnation: int) -> bool:
+        """Whether a newer incarnation writes the run, or that cannot be told."""
+        return await self._pipeline.fence.superseded(incarnation)
 
     @property
     def _pipeline(self) -> Pipeline:
@@ -445,6 +444,8 @@ class Service:
         """Tell every registered trainer, and the run's events."""
         for peer in list(self._registered):
             peer.send(_news(progress))
+        if progress.stage == "committed":
+            self.beacons.committed(progress.incarnation, progress.step)
         if progress.stage != "queued" and self._events is not None:
             facts = {k: v for k, v in vars(progress).items() if k not in ("stage", "tier") and v is not None}
             self._events.append(progress.stage, **facts)
@@ -525,6 +526,7 @@ class Service:
 
     def _died(self, member: Member) -> None:
         log.info("rank %d of incarnation %d has ended without goodbye", member.rank, member.incarnation)
+        self.beacons.changed()
         for flush in [] if self.pipeline is None else self.pipeline.flushes():
             flush.changed.set()
         self.keep(self._orphans.look())

@@ -14,6 +14,7 @@ from everstep.plan.retention import Retention
 LINGER_S = 30.0
 COMMIT_TIMEOUT_S = 300.0
 QUEUE_MAX = 64
+HEARTBEAT_S = 5.0
 KEEP_LAST = 10
 
 VERDICTS = frozenset({"committed", "failed", "abandoned", "superseded"})
@@ -37,6 +38,8 @@ class AgentSettings:
     commit_timeout_s: float = COMMIT_TIMEOUT_S
     chunk_bytes: int = CHUNK_BYTES
     queue_max: int = QUEUE_MAX
+    heartbeat_s: float = HEARTBEAT_S
+    heartbeat_timeout_s: float = 4 * HEARTBEAT_S
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -51,6 +54,8 @@ class AgentSettings:
             "commit_timeout_s": self.commit_timeout_s,
             "chunk_bytes": self.chunk_bytes,
             "queue_max": self.queue_max,
+            "heartbeat_s": self.heartbeat_s,
+            "heartbeat_timeout_s": self.heartbeat_timeout_s,
         }
 
     @classmethod

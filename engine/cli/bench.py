@@ -23,9 +23,10 @@ Example:
 
 Tell = Callable[[str], None]
 Runner = Callable[[Tell], "dict[str, Any]"]
-STAGES_PER_REPEAT = {"stall": 3, "save-load": 2}
+STAGES_PER_REPEAT = {"stall": 3, "save-load": 2, "memory": 2}
 STAGES = {"dcp": 8}
 """Of benchmarks whose number of stages does not grow with the repeats."""
+STAGES_MORE = {"memory": 4}
 
 
 @click.group("bench", context_settings={"help_option_names": ["-h", "--help"]})
@@ -99,6 +100,27 @@ def save_load(size_mib: int, repeats: int, directory: Path | None, as_json: bool
         return run_save_load(size_mib, repeats, directory, tell)
 
     _run("save-load", runner, repeats, as_json)
+
+
+@command("memory", epilog=EPILOG.format(name="memory"))
+@_options
+def memory(size_mib: int, repeats: int, directory: Path | None, as_json: bool) -> None:
+    """What a snapshot every step costs the training, and how fast it is on another node, and back.
+
+    Times are multiples of the floor's time: eager_blocking_vs_copy and overlap_blocking_vs_copy compare the call and
+    what the optimizer waited with a plain multi-threaded copy of the same bytes. step_slowdown is how much longer a
+    training loop on one core takes with a snapshot every step, the engine on another core. Speeds are shares of the
+    floor's speed: replication to another node's memory (over loopback) against plain sockets and against gloo
+    (replication_vs_...), own_arena_recovery_vs_copy and peer_recovery_vs_receive the way back, verified, against a
+    plain copy and a plain receive. Needs some nine times the size in memory.
+    """
+
+    def runner(tell: Tell) -> dict[str, Any]:
+        from everstep.benchmarks.memory_tier import run_memory
+
+        return run_memory(size_mib, repeats, directory, tell)
+
+    _run("memory", runner, repeats, as_json)
 
 
 PLAN_EPILOG = """\
@@ -175,6 +197,7 @@ bench.add_command(stall)
 bench.add_command(save_load)
 bench.add_command(plan)
 bench.add_command(dcp)
+bench.add_command(memory)
 
 
 def _run(
@@ -187,7 +210,7 @@ def _run(
     with answering(as_json) as answer:
         from everstep.benchmarks.common import Mismatch
 
-        total = STAGES.get(name) or STAGES_PER_REPEAT.get(name, 1) * stages + 1
+        total = STAGES.get(name) or STAGES_PER_REPEAT.get(name, 1) * stages + STAGES_MORE.get(name, 1)
         with progress(name, unit="stage", total=total) as bar:
 
             def tell(what: str) -> None:

@@ -21,6 +21,10 @@ class _Entry(NamedTuple):
 COMMANDS = {
     "ls": _Entry("ls", "ls", "List the checkpoints of a run, on disk and in this node's memory."),
     "show": _Entry("show", "show", "Show a run, or one of its checkpoints, in detail."),
+    "status": _Entry("status", "status", "Show who is alive in a run, and the newest step in each tier."),
+    "plan-memory": _Entry(
+        "plan_memory", "plan_memory", "Say what the memory tier takes, and what survives what."
+    ),
     "fsck": _Entry("fsck", "fsck", "Check every byte of a run against its hashes."),
     "export": _Entry("export", "export", "Write a checkpoint as safetensors, torch.save or DCP."),
     "import": _Entry("import_", "import_", "Make a torch.save, DCP or safetensors checkpoint one of a run."),

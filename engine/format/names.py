@@ -20,6 +20,7 @@ INCARNATIONS = "incarnations"
 LAYOUTS = "layouts"
 CHECKPOINTS = "checkpoints"
 EVENTS = "events"
+LIVE = "live"
 
 ESCAPED_MAX = 120
 """Longest escaped text. A file name holds it, a rank, an extension and the decorations of a temporary name
@@ -54,6 +55,7 @@ class Kind(enum.Enum):
     IMAGE = "image"
     STATE = "state"
     EVENTS = "events"
+    BEACON = "beacon"
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +217,11 @@ def events(writer: str) -> str:
     return f"{EVENTS}/{escape(writer)}.jsonl"
 
 
+def beacon(node_key: str) -> str:
+    """What the agent of that node (or, within a trainer, of that rank) says of itself while it trains."""
+    return f"{LIVE}/{escape(node_key)}.json"
+
+
 def _parse_number(text: str, digits: int, least: int = 0) -> int | None:
     if not (len(text) <= 18 and text.isascii() and text.isdigit()):
         return None
@@ -287,6 +294,9 @@ def _parse_top(directory: str, file: str) -> Parsed | None:
     if directory == EVENTS and file.endswith(".jsonl"):
         text = file[: -len(".jsonl")]
         return Parsed(Kind.EVENTS, text=text, writer=unescape(text)) if _is_escaped(text) else None
+    if directory == LIVE and file.endswith(".json"):
+        text = file[: -len(".json")]
+        return Parsed(Kind.BEACON, text=text, writer=unescape(text)) if _is_escaped(text) else None
     return None
 
 

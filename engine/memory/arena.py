@@ -25,6 +25,8 @@ from .header import (
     OWNER_OFFSETS,
     WORD_BEAT_NS,
     WORD_COMPLETE,
+    WORD_LAST,
+    WORD_LAST_NS,
     WORD_OWNER,
     WORD_PROTECTED,
     WORD_REMOVED,
@@ -212,6 +214,7 @@ class Arena:
             self._check_takeable(before, owner, run_id, incarnation)
             if before.run_id not in ("", run_id):
                 self._free_all()
+                self._control.words[WORD_PROTECTED] = self._control.words[WORD_COMPLETE] = 0
             else:
                 self._free_unfinished()
             points.reach("take.locked", str(incarnation))
@@ -262,6 +265,17 @@ class Arena:
         at, step = self._control.words[WORD_BEAT_NS], self._control.words[WORD_STEP_NS]
         age = time.monotonic_ns() - at
         return (age / 1e9, step / 1e9) if at and age >= 0 else None
+
+    def stepped(self, key: tuple[int, int], at_ns: int) -> None:
+        """The owner finished step ``key``, (incarnation, step), at ``at_ns`` of the monotonic clock."""
+        self._control.words[WORD_LAST_NS] = at_ns
+        self._control.words[WORD_LAST] = pack_key(key)
+
+    def last_step(self) -> tuple[tuple[int, int], float] | None:
+        """((incarnation, step), seconds since then) of the last :meth:`stepped`; None before the first."""
+        key = unpack_key(self._control.words[WORD_LAST])
+        age = time.monotonic_ns() - self._control.words[WORD_LAST_NS]
+        return (key, age / 1e9) if key is not None and age >= 0 else None
 
     @property
     def protected(self) -> tuple[int, int] | None:

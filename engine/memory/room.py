@@ -36,14 +36,18 @@ def too_small(needed: int, free: int, where: str) -> MemoryTooSmall:
 def check_room(nbytes: int, directory: Path | None) -> None:
     """Raise :class:`MemoryTooSmall` when ``nbytes`` clearly do not fit: in the file system of ``directory``
     (None: memory without a name), in any memory cgroup above this process, or in the machine."""
+    for where, free, headroom in limits(directory):
+        if nbytes + headroom > free:
+            raise too_small(nbytes + headroom, max(free, 0), where)
+
+
+def limits(directory: Path | None) -> Iterator[tuple[str, int, int]]:
+    """What bounds memory here: (name, bytes free, bytes that are to stay free), as :func:`check_room` asks them."""
     if directory is not None:
         stat = os.statvfs(directory)
-        free = stat.f_bavail * stat.f_frsize
-        if nbytes > free:
-            raise too_small(nbytes, free, str(directory))
+        yield str(directory), stat.f_bavail * stat.f_frsize, 0
     for where, free in _limits():
-        if nbytes + HEADROOM_BYTES > free:
-            raise too_small(nbytes + HEADROOM_BYTES, max(free, 0), where)
+        yield where, free, HEADROOM_BYTES
 
 
 def _limits() -> Iterator[tuple[str, int]]:

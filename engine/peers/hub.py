@@ -155,13 +155,12 @@ class Tally:
         }
 
     def _why(self, node: _Node) -> Wire:
-        if node.connected and node.error is not None:
-            return node.error
-        found = (
-            f"step {node.valid} is there, step {node.protected} is protected"
-            if node.connected
-            else "no word of it"
-        )
+        if not node.connected:
+            found = "no word of it"
+        elif node.error is not None:
+            found = f"{node.error.get('message')}; {node.error.get('found')}"
+        else:
+            found = f"step {node.valid} is there, step {node.protected} is protected"
         return PeerLost(
             f"the snapshots of node {node.name} are not protected",
             found=found,

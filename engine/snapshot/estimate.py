@@ -8,12 +8,8 @@ from typing import Any
 
 import torch
 from everstep.memory.header import aligned
+from everstep.memory.sizes import SLACK, around_bytes
 
-ENTRY_BYTES = 320
-"""Room per tensor for its line in an image's header and in the layout."""
-PARTS_BYTES = 64 * 4096
-"""Room for the parts' padding to 4 KiB, and for plain values."""
-SLACK = 0.02
 SCALAR_BYTES = 4
 """A step counter is a float32 of no axes."""
 
@@ -62,7 +58,7 @@ def estimate(
         optimizer_bytes += expected.nbytes
         tensors += expected.tensors
         assumed.append(expected.assumed)
-    other = (len(sizes) + tensors) * ENTRY_BYTES + PARTS_BYTES + 2 * state_bytes
+    other = around_bytes(len(sizes) + tensors, state_bytes)
     other += int(slack * (sum(sizes) + optimizer_bytes))
     return Estimate(sum(sizes), optimizer_bytes, other, tuple(assumed))
 

@@ -399,7 +399,7 @@ def test_a_run_of_a_newer_format_is_refused_and_left_alone(root: Path) -> None:
     with pytest.raises(errors.UnknownFormat):
         ckpt.load({"n": 0})
         ckpt.step(2, {"n": 2})
-    text = (root / "run.json").read_text().replace('"format": 2', '"format": 7')
+    text = (root / "run.json").read_text().replace('"format": 3', '"format": 7')
     (root / "run.json").write_text(text)
     with pytest.raises(errors.RunError):
         opened(root).load({"n": 0})

@@ -59,6 +59,7 @@ def example_names() -> str:
         names.image(12000, 3, 1, 0, "model"),
         names.state(12000, 3, 1, 0),
         names.events("node-a.4242"),
+        names.beacon("0123456789abcdef"),
     ]
     return "\n".join(found)
 

@@ -112,6 +112,20 @@ def test_what_nodes_share_is_stored_once_in_images_of_their_own() -> None:
     assert len(keys) == len(set(keys)) == 3 + 9
 
 
+def test_parts_in_several_images_are_exported_whole(pair: Path, tmp_path: Path) -> None:
+    out = tmp_path / "model.safetensors"
+    said = CliRunner().invoke(main, ["export", str(pair), str(out)])
+    assert said.exit_code == 0, said.output
+    expected = make_golden.pair_state(0, make_golden.pair_model()).model.state_dict()
+    found = safetensors.torch.load_file(out)
+    assert {key: raw(value) for key, value in found.items()} == {
+        key: raw(value) for key, value in expected.items()
+    }
+    shown = CliRunner().invoke(main, ["show", str(pair), str(contents.PAIR_STEP), "--json"])
+    parts = json.loads(shown.stdout)["checkpoint"]["parts"]
+    assert set(parts) == {"plain values", "model", "optimizer", "extra"}
+
+
 def test_into_live_objects_of_one_of_two_ranks(pair: Path) -> None:
     state = make_golden.pair_state(1, make_golden.pair_model())
     wanted = {key: value.clone() for key, value in state.model.state_dict().items()}

@@ -17,7 +17,7 @@ PRELOAD = [
     "tests.matrix.job",
 ]
 TIMEOUT_S = 100.0
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -27,9 +27,12 @@ class RankFailed(AssertionError):
 
 
 class Job:
-    """``act(rank, world, *args)`` on every rank of a new job, as long as nothing ends it."""
+    """``act(rank, world, *args)`` on every rank of a new job, as long as nothing ends it. ``enter(rank)`` is called
+    in each rank first, and returns the address of the host that rank 0 is on."""
 
-    def __init__(self, world: int, act: Callable[..., Any], *args: Any) -> None:
+    def __init__(
+        self, world: int, act: Callable[..., Any], *args: Any, enter: Callable[[int], str] | None = None
+    ) -> None:
         os.environ.update(ENVIRONMENT)
         _context.set_forkserver_preload(PRELOAD)
         port = _free_port()
@@ -37,7 +40,9 @@ class Job:
         self.processes = []
         for rank in range(world):
             here, there = _context.Pipe()
-            process = _context.Process(target=_rank, args=(rank, world, port, there, act, args), daemon=True)
+            process = _context.Process(
+                target=_rank, args=(rank, world, port, there, act, args, enter), daemon=True
+            )
             process.start()
             there.close()
             self.pipes.append(here)
@@ -93,14 +98,20 @@ def _collect(pipes: list[Connection], timeout_s: float, dies: Collection[int]) -
 
 
 def _rank(
-    rank: int, world: int, port: int, pipe: Connection, act: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world: int,
+    port: int,
+    pipe: Connection,
+    act: Callable[..., Any],
+    args: tuple[Any, ...],
+    enter: Callable[[int], str] | None,
 ) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     try:
-        address = f"tcp://127.0.0.1:{port}"
+        address = f"tcp://{enter(rank) if enter else '127.0.0.1'}:{port}"
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
         pipe.send((True, act(rank, world, *args)))
         pipe.recv()  # until all have ended: rank 0 hosts the store that the others talk through

@@ -22,6 +22,7 @@ from everstep.memory import lock, room
 from everstep.memory.arena import Arena
 from everstep.memory.directory import arena_dir, clean, find_arenas, mapped_by
 from everstep.memory.errors import ArenaBusy, ArenaGone, SlotGone
+from everstep.memory.header import Kind
 from everstep.memory.process import Process
 
 from . import children
@@ -254,6 +255,37 @@ def test_a_heartbeat(make: Make) -> None:
     age, step = beat
     assert 0 <= age < 60
     assert step == 1.5
+
+
+def test_what_survives_the_node_is_said_in_the_header(make: Make) -> None:
+    arena = make()
+    assert (arena.protected, arena.complete) == (None, None)
+    with Arena.attach(path_of(arena)) as agents:  # not the owner: the agent
+        agents.protected, agents.complete = (3, 1 << 39), (2, 0)
+        assert (arena.protected, arena.complete) == ((3, 1 << 39), (2, 0))
+        for wrong in ((0, 1), (1 << 24, 1), (1, 1 << 40), (1, -1)):
+            with pytest.raises(BadOption):
+                agents.protected = wrong
+    assert arena.protected == (3, 1 << 39)
+    path = path_of(arena)
+    arena.close()
+    with Arena.attach(path) as again:
+        again.take(Process.current(), run_id="another", incarnation=1, world=1)
+        assert (again.protected, again.complete) == (None, None)
+
+
+def test_arenas_are_found_by_whose_snapshots_they_hold(make: Make, directory: Path) -> None:
+    arenas = {kind: make(rank=2, kind=kind) for kind in Kind}
+    assert {kind: [i.kind for i in find_arenas(directory, kind)] for kind in Kind} == {k: [k] for k in Kind}
+    assert {info.path for info in find_arenas(directory)} == {path_of(arena) for arena in arenas.values()}
+    assert [path_of(arenas[kind]).name.split(".")[0] for kind in Kind] == [
+        "rank-00002",
+        "held-00002",
+        "parity-00002",
+    ]
+    for arena in arenas.values():
+        arena.close()
+    assert len(clean(directory, keep=lambda info: info.kind is Kind.HELD)) == 2
 
 
 def test_a_stopped_process_does_not_stop_others_for_ever(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

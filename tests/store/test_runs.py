@@ -14,6 +14,7 @@ from everstep.backends.errors import BackendError, Permanent, Retryable
 from everstep.backends.files import LocalBackend
 from everstep.errors import CannotTell, Damaged, EverstepError, NotARun, UnknownFormat
 from everstep.format import names
+from everstep.format.constants import FORMAT_VERSION
 from everstep.format.sealed import seal
 from everstep.store.catalog import list_steps
 from everstep.store.runs import (
@@ -85,7 +86,7 @@ def test_a_run_without_its_record_is_damaged_and_not_overwritten(tmp_path: Path)
 
 def test_a_newer_run_is_refused(tmp_path: Path) -> None:
     body = {"run_id": "x", "required": [], "hash_id": "xxh3-128", "chunk_bytes": 4096, "created": ""}
-    for data in (seal("run", body, format=3), seal("run", {**body, "required": ["parity"]})):
+    for data in (seal("run", body, format=FORMAT_VERSION + 1), seal("run", {**body, "required": ["parity"]})):
         (tmp_path / names.RUN).write_bytes(data)
         error = error_of(tmp_path, open_run)
         assert type(error) is UnknownFormat and error.hint

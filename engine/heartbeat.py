@@ -1,0 +1,71 @@
+"""A rank's signs of life, written into its arena: that the process runs, and what its last step was.
+
+The thread knows nothing of training: a trainer that hangs in a step still beats, and is seen by its last step growing
+old. It talks to nobody; whoever wants to know reads the arena.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from .errors import EverstepError
+from .memory.arena import Arena
+
+JOIN_S = 1.0
+"""The thread only sleeps and stores some words."""
+
+MEAN_STEPS = 8
+"""How many steps the mean of their length looks back, about."""
+
+
+class Heartbeat:
+    """``arena`` gives the present one, which may be replaced at any time. ``stepped`` is called on the trainer's
+    thread. A forked child has no such thread, and is not to have one."""
+
+    def __init__(self, arena: Callable[[], Arena], incarnation: int, *, interval_s: float) -> None:
+        self._arena = arena
+        self._incarnation = incarnation
+        self._interval_s = interval_s
+        self._last: tuple[int, int] | None = None
+        self._step_s = 0.0
+        self._pid = os.getpid()
+        self._stop = threading.Event()
+        self._beat()
+        self._thread = threading.Thread(target=self._run, name="everstep-heartbeat", daemon=True)
+        self._thread.start()
+
+    def stepped(self, step: int) -> None:
+        """The trainer finished ``step`` just now."""
+        now = time.monotonic_ns()
+        if self._last is not None and step > self._last[0]:
+            took = (now - self._last[1]) / 1e9 / (step - self._last[0])
+            self._step_s += (took - self._step_s) / (MEAN_STEPS if self._step_s else 1)
+        self._last = step, now
+        self._note(self._arena())
+
+    def close(self) -> None:
+        """End the thread. Safe to call again, and in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        self._stop.set()
+        self._thread.join(JOIN_S)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            self._beat()
+
+    def _beat(self) -> None:
+        try:
+            arena = self._arena()
+            arena.beat(self._step_s)
+            self._note(arena)
+        except (EverstepError, IndexError):
+            return  # closed at this moment, to be replaced or for good
+
+    def _note(self, arena: Arena) -> None:
+        last = self._last
+        if last is not None:
+            arena.stepped((self._incarnation, last[0]), last[1])

@@ -1,0 +1,1 @@
+"""Signs of life, who may write, and the plan of memory."""
