@@ -10,7 +10,8 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from .backends.api import Backend
 from .backends.open import open_backend
 from .config import config_hash, plain_config, plain_step
 from .discovery import find_run, is_durable, open_arenas
-from .errors import BadOption, Closed, EverstepError, NotARun, RunInUse
+from .errors import BadOption, Closed, EverstepError, NoCheckpoint, NotARun, RunInUse
 from .format.constants import CHUNK_BYTES
 from .format.records import (
     IncarnationRecord,
@@ -37,10 +38,13 @@ from .memorytier import MemoryTier, Room
 from .nodes import node_of
 from .opening import Origin, begin_incarnation
 from .places import locate
+from .plan.parity import fit
+from .plan.placement import Node
 from .planning import Copies, expected_slot_bytes
 from .policy import SHARED_MEMORY, Memory, Policy
 from .ranks import Ranks
 from .reading import into_state
+from .rollback import Rollbacks
 from .session import Session, agent_settings
 from .state.trainstate import TrainState
 from .store.blocking import run_blocking
@@ -54,6 +58,7 @@ _writing: set[Checkpointer] = set()
 """Those with a session: held until they are closed, or one that a function forgot would not be drained at exit."""
 _open_lock = threading.Lock()
 
+IN_MEMORY = ("memory", "device")
 STAGING_SLOTS = 2
 """Without a memory tier: one being flushed, one being copied into."""
 
@@ -114,6 +119,8 @@ class Checkpointer:
         self._ranks: Ranks | None = None
         self._tier: MemoryTier | None = None
         self._session: Session | None = None
+        self._rollbacks = Rollbacks(device=memory is not None and memory.device_slots > 0)
+        self._allow: tuple[str, ...] = ()
         self._closed = False
         self._pid = os.getpid()
         self._held: list[Arena] = []
@@ -157,35 +164,101 @@ class Checkpointer:
         """
         self._check_usable()
         if self._session is not None:
-            raise BadOption("load after the first step or save", hint="Make a new Checkpointer to go back.")
+            raise BadOption(
+                "load after the first step or save", hint="rollback() goes back in a running job."
+            )
         trained = TrainState.of(state)
-        ranks, tier = self._meet()
+        self._rollbacks.note(state)
+        ranks, _ = self._meet()
         self._origin = Origin(fresh=self._origin.fresh)  # a load that fails leaves nothing to start from
+        self._allow = (allow,) if isinstance(allow, str) else tuple(allow)
         if self._origin.fresh is None:
             self._held = self._kept_by_agent()
             if ranks.rank == 0 and not self._take_over:
                 self._lookout = Lookout(self._backend)
                 self._lookout.begin()
-            with open_arenas(tier.directory, self._held) as arenas:
-                found = Loader(
-                    self._backend,
-                    ranks,
-                    arenas,
-                    timeout_s=self._policy.rank_timeout_s,
-                    writes=True,
-                    node=node_of(self._place.node, tier.directory),
-                ).load(
-                    into_state(trained, allow),
-                    step=step,
-                    config=self._config,
-                    config_reason=config_reason,
-                )
-            self.recovery = found[0] if found is not None else None
-            self._loaded = trained if found is not None else None
+            self.recovery = self._restore(trained, step, config_reason, self._held)
+            self._loaded = trained if self.recovery is not None else None
         self._origin = self._origin_of(self.recovery, config_reason)
         if self._memory is not None:  # else only flushes need room, and the first of them makes it
             self._reserve(trained)
         return self.recovery.step if self.recovery is not None else None
+
+    def _restore(
+        self, state: TrainState, step: int | None, config_reason: str | None, held: Sequence[Arena]
+    ) -> Recovery | None:
+        ranks, tier = self._meet()
+        with open_arenas(tier.directory, held) as arenas:
+            found = Loader(
+                self._backend,
+                ranks,
+                arenas,
+                timeout_s=self._policy.rank_timeout_s,
+                writes=True,
+                node=node_of(self._place.node, tier.directory),
+            ).load(
+                into_state(state, self._allow), step=step, config=self._config, config_reason=config_reason
+            )
+        return found[0] if found is not None else None
+
+    def rollback(
+        self, step: int | None = None, *, reason: str, state: TrainState | Mapping[str, Any] | None = None
+    ) -> int:
+        """Go back in a running job: restore the trainer's state in place, every rank's, and return the step restored;
+        steps then go on from there. Every rank calls it with the same ``step`` and ``reason``.
+
+        Without ``step``: the snapshot on the devices (``Memory(device_slots=1)``), where all ranks have the same one,
+        else the newest complete step. From the devices at the speed of their memory; any other step as :meth:`load`
+        does, from whatever has it. ``state`` is the TrainState that load, step or save were given last, if it still
+        exists; give it here if it is another, or a plain dict.
+
+        The next step or save begins a new incarnation, whose record has the ``reason``: what was written after the step
+        restored is never loaded again, late flushes included, but is listed until it is pruned. Flushes of later steps
+        are given up, those up to that step go on. A job that is killed before that next step resumes as if there
+        had been no rollback. Raises what load raises, NoCheckpoint too where nothing is there; before a rank begins to
+        write into ``state`` nothing has changed.
+        """
+        self._check_usable()
+        trained = self._rollbacks.state(state)
+        number = plain_step(step) if step is not None else None
+        ranks, _ = self._meet()
+        found = self._rollbacks.restore(
+            ranks,
+            self._session,
+            trained,
+            number,
+            reason,
+            origin=self._origin,
+            allow=self._allow,
+            load=lambda at: self._load_back(trained, at, reason),
+            timeout_s=self._policy.rank_timeout_s,
+        )
+        self._session = None
+        self.recovery, self._loaded = found, trained
+        self._origin = replace(self._origin_of(found, f"rollback: {reason}"), reason=reason)
+        if state is not None:
+            self._rollbacks.note(state)
+        if self._memory is not None:
+            self._reserve(trained)
+        return found.step
+
+    def _load_back(self, state: TrainState, step: int | None, reason: str) -> Recovery:
+        _, tier = self._meet()
+        own = [tier.arena] if tier.reserved and tier.arena.info.path is None else []
+        kept = self._kept_by_agent() if own or not tier.reserved else []
+        try:
+            # The configuration is this job's, and was accepted when it began.
+            found = self._restore(state, step, f"rollback: {reason}", [*kept, *own])
+        finally:
+            for arena in kept:
+                arena.close()
+        if found is None:
+            raise NoCheckpoint(
+                f"there is nothing to go back to at {self._place.url}",
+                found="neither a checkpoint nor a complete snapshot",
+                hint="The first of them comes with the first step or save.",
+            )
+        return found
 
     def step(
         self,
@@ -224,7 +297,7 @@ class Checkpointer:
         """A job that is started again at its last step has nothing left to do but to make it durable: what was
         loaded may lie in memory alone."""
         recovery, state = self.recovery, self._loaded
-        if recovery is None or state is None or recovery.tier != "memory":
+        if recovery is None or state is None or recovery.tier not in IN_MEMORY:
             return
         ranks, _ = self._meet()
         key = (recovery.incarnation, recovery.step)
@@ -250,6 +323,7 @@ class Checkpointer:
             _writing.discard(self)
         with contextlib.ExitStack() as stack:
             stack.callback(lambda: run_blocking(self._backend.close()))
+            stack.callback(self._rollbacks.close, lambda record_id: unmark(self._place, record_id))
             if self._session is not None:
                 stack.callback(unmark, self._place, self._session.record_id)
                 self._session.close(flush=flush, keep=keep)
@@ -342,6 +416,7 @@ class Checkpointer:
                 held=self._held,
             )
             self._held = []
+            self._rollbacks.reserve(state, tier.arena)
 
         ranks.together("reserving memory", reserve, timeout_s=self._policy.rank_timeout_s)
 
@@ -364,14 +439,17 @@ class Checkpointer:
         nodes = [one[0] for one in told]
         wanted = memory.copies if memory is not None else 0
         others = len(set(nodes)) - 1 + len(memory.spares if memory is not None else ())
-        if wanted > others and ranks.rank == 0:
-            option = f"replicas={wanted}" if wished[0] else f"parity={wished[1]}"
-            warnings.warn(
-                f"everstep: Memory({option}) is lowered to {others}: each copy lies on another node, and "
-                f"besides the node that stores a tensor this job has {others}",
-                RuntimeWarning,
-                stacklevel=2,
+        warning = None
+        if memory is not None and memory.parity is not None:
+            # All ranks find the same, so all raise, or none.
+            warning = fit([Node(name) for name in dict.fromkeys(nodes)], *memory.parity).warning
+        elif wanted > others:
+            warning = (
+                f"Memory(replicas={wanted}) is lowered to {others}: each copy lies on another node, and "
+                f"besides the node that stores a tensor this job has {others}"
             )
+        if warning is not None and ranks.rank == 0:
+            warnings.warn(f"everstep: {warning}", RuntimeWarning, stacklevel=2)
         self._nodes, self._copies = nodes, min(wanted, others)
         if memory is not None:
             domains = dict(reversed([(one[0], one[4]) for one in told]))
@@ -386,6 +464,8 @@ class Checkpointer:
             self._loaded = None
             with _open_lock:
                 _writing.add(self)
+        self._rollbacks.note(state)
+        self._rollbacks.leave_former()
         return self._session
 
     def _open(self, state: TrainState) -> Session:
@@ -443,6 +523,7 @@ class Checkpointer:
                 memory=self._memory is not None,
                 nodes=self._nodes,
                 holders=self._holders,
+                device=self._rollbacks.device,
             )
 
         session = ranks.together("opening the run", start, timeout_s=timeout_s)

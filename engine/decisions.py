@@ -23,11 +23,15 @@ class Decisions:
     """What the schedule says of each step, the same on every rank.
 
     The steps that are asked for go up, by one or by more; what was decided for steps that were passed over
-    happens at the next one. ``start`` is the step that the incarnation began from.
+    happens at the next one. ``start`` is the step that ``incarnation`` began from: one job may write several, and what
+    was decided in one says nothing of another.
     """
 
-    def __init__(self, ranks: Ranks, policy: Policy, *, start: int, unfinished_max: int) -> None:
+    def __init__(
+        self, ranks: Ranks, policy: Policy, *, start: int, unfinished_max: int, incarnation: int = 0
+    ) -> None:
         self._ranks = ranks
+        self._key = f"{KEY}/{incarnation}"
         self._timeout_s = policy.rank_timeout_s
         self._unfinished_max = unfinished_max
         self._schedule: Schedule | None = None
@@ -57,11 +61,11 @@ class Decisions:
         through = step + LOOKAHEAD_STEPS
         new = schedule.extend(through, time.monotonic(), unfinished, self._unfinished_max)
         self._take(through, new)
-        self._ranks.tell(KEY, {"through": through, "decided": [_to_wire(d) for d in self._decided]})
+        self._ranks.tell(self._key, {"through": through, "decided": [_to_wire(d) for d in self._decided]})
 
     def _follow(self, step: int) -> None:
         wire = self._ranks.ask(
-            KEY,
+            self._key,
             lambda value: bool(value["through"] >= step),
             f"waiting for the decision on step {step}",
             timeout_s=self._timeout_s,

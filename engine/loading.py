@@ -42,8 +42,8 @@ LOOKS_MAX = 20
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What a load did: the step, the tier that gave it ("memory" or "disk"), the seconds it took, and what was
-    passed over on the way (newer steps that could not be used).
+    """What a load did: the step, the tier that gave it ("memory", "disk" or "device"), the seconds it took, and what
+    was passed over on the way (newer steps that could not be used).
 
     ``sources`` are the bytes that this rank read of images (whole chunks, so a little more than ``nbytes``), by where
     they lay: "own" (arenas of this node's ranks), "held" (what this node holds for others), "peer" (another node's

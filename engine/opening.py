@@ -25,7 +25,8 @@ NOTHING_TO_LOAD = "there was no checkpoint to load"
 class Origin:
     """Where an incarnation starts from: the checkpoint that was loaded, or the reason for a fresh start.
 
-    ``looked`` says that a load was tried; a load that found nothing is a fresh start by itself.
+    ``looked`` says that a load was tried; a load that found nothing is a fresh start by itself. ``reason``: why a
+    running job went back to it.
     """
 
     looked: bool = False
@@ -35,6 +36,7 @@ class Origin:
     config_changes: dict[str, Any] = field(default_factory=dict)
     config_reason: str | None = None
     loosened: tuple[str, ...] = ()
+    reason: str | None = None
 
     @property
     def adopted(self) -> tuple[int, int] | None:
@@ -93,6 +95,7 @@ def begin_incarnation(
             loosened=origin.loosened,
             writer=this_writer(),
             created=now(),
+            reason=origin.reason,
         )
 
     try:

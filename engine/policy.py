@@ -41,7 +41,8 @@ class Memory:
     ``replica_timeout_s`` how long training waits for a peer before it goes on without that protection, with a warning.
 
     ``device_slots=1`` takes each snapshot into memory reserved beside the tensors (on their device), at the speed of
-    that memory, and moves it into shared memory while training goes on; ``rollback`` restores it from there.
+    that memory, and moves it into shared memory while training goes on; ``rollback`` restores it from there. A
+    snapshot is then protected one step later, as with ``copy="overlap"``.
     """
 
     slots: int = SLOTS_MIN

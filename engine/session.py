@@ -31,6 +31,7 @@ from .plan.retention import Retention
 from .policy import Policy
 from .ranks import Ranks
 from .snapshot.copier import Plan
+from .snapshot.device import DeviceSlot
 from .snapshots import Snapshots, Taken
 from .state.trainstate import TrainState
 from .state.tree import FlatState
@@ -60,13 +61,15 @@ class Session:
         memory: bool,
         nodes: Sequence[str],
         holders: Sequence[Sequence[int]],
+        device: DeviceSlot | None = None,
     ) -> None:
-        """``nodes`` of all ranks, and by node those that keep its snapshots (:class:`~.plan.owners.Owners`)."""
+        """``nodes`` of all ranks, and by node those that keep its snapshots (:class:`~.plan.owners.Owners`).
+        ``device``: room for a snapshot beside the tensors."""
         self._memory = memory
         self._ranks = ranks
         self._policy = policy
         self._tier = tier
-        tier.lead = 1 if overlap else 0
+        tier.lead = 1 if overlap or device is not None else 0
         self._record = record
         adopted = adopted_of(record)
         tier.open(run_id=run.run_id, incarnation=record.number, adopted=adopted, world=ranks.world)
@@ -74,9 +77,17 @@ class Session:
         self.outcomes = Outcomes(policy, record.number)
         self._unfinished_max = max(1, slots - 2)
         start = adopted[1] if adopted else -1
-        self._decisions = Decisions(ranks, policy, start=start, unfinished_max=self._unfinished_max)
+        self._decisions = Decisions(
+            ranks, policy, start=start, unfinished_max=self._unfinished_max, incarnation=record.number
+        )
         self._snapshots = Snapshots(
-            tier, ranks, overlap=overlap, settled=self._send_pending, nodes=nodes, holders=holders
+            tier,
+            ranks,
+            overlap=overlap,
+            settled=self._send_pending,
+            nodes=nodes,
+            holders=holders,
+            device=device,
         )
         copies = max([len(some) for some in holders], default=0)
         self._auditor = Auditor(ranks.rank, ranks.world, policy, copies)
@@ -144,7 +155,7 @@ class Session:
             self._snapshot(step, state, metrics, late=False, flush=True)
         self._last_step = step
         self._heartbeat.stepped(step)
-        self._settle()
+        self._settle()  # the agent is to begin now, whether or not another call follows soon
         return self._flush(step)
 
     def _is_refused(self, step: int) -> bool:
@@ -232,6 +243,48 @@ class Session:
         except EverstepError as error:
             log.warning("everstep: leaving the agent: %s", error)
 
+    # -- going back
+
+    def settle_quietly(self) -> None:
+        """End a copy that is under way; one that comes to nothing is no matter to whoever goes back."""
+        try:
+            self._settle()
+        except (EverstepError, RuntimeError) as error:
+            log.warning("everstep: the newest snapshot came to nothing: %s", error)
+
+    def retire(self, step: int, reason: str) -> None:
+        """The job goes on from ``step``, in another incarnation: what is later is given up, and what is on its way up
+        to there goes on. Handles keep working. Until the other incarnation is there, this one's trainer counts as one
+        that is at work."""
+        self._snapshots.close()
+        self._wait_s = None
+        pending, self._pending = self._pending, None
+        if pending is not None and pending.whole and pending.step <= step:
+            self._pending = pending
+            self._send_pending()
+        for later in self.outcomes.unfinished():
+            if later > step:
+                self._client.give_up(later, f"rank {self._ranks.rank} went back to step {step}: {reason}")
+        for later in [later for later in self._pins if later > step]:
+            self._pins.pop(later).release()
+
+    def is_busy(self) -> bool:
+        """Whether a retired session's flushes are still on their way."""
+        try:
+            self._hear_quietly()
+        except EverstepError as error:
+            log.warning("everstep: incarnation %d: %s", self._record.number, error)
+            return False
+        return bool(self.outcomes.unfinished())
+
+    def leave(self) -> None:
+        """The end of a retired session. What is on its way has a while; a process agent then goes on with it."""
+        if not self._ended:
+            self._ended = True
+            self._pins.clear()
+            self._goodbye(flush=True, safe=False)
+            self._client.close()
+
     # -- inner parts
 
     def _passed(self, step: int) -> None:
@@ -295,6 +348,7 @@ class Session:
 
     def _send_pending(self) -> None:
         """Ask for the flush once its snapshot is whole (a late copy may still be running)."""
+        self._snapshots.look()
         self._tell_taken()
         taken = self._pending
         if taken is None:
@@ -343,7 +397,7 @@ class Session:
             "steps go up within an incarnation",
             found=step,
             expected=f"more than {self._last_step}",
-            hint="Load an earlier checkpoint to go back; that starts a new incarnation.",
+            hint="rollback() goes back to an earlier step; that starts a new incarnation.",
             step=step,
         )
 

@@ -2,7 +2,9 @@
 
 A late copy runs behind the next forward and backward. It takes only tensors that a torch optimizer owns (its
 parameters and their state), and the optimizer's next step waits for it. It is used only after an interval in
-which every optimizer's hook was seen to fire, for without the hook nothing would wait.
+which every optimizer's hook was seen to fire, for without the hook nothing would wait. With room for a snapshot on the
+devices, everything is copied there at once, and moved into the slot from there: nothing live is read later, so no
+hook is needed.
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ from typing import Any
 
 import torch
 
-from .errors import StateMismatch
+from .errors import MemoryTooSmall, StateMismatch, UsageError
 from .memory.slots import WriteSlot
 from .memorytier import MemoryTier
 from .planning import LayoutPlanner
 from .ranks import Ranks
 from .snapshot.copier import Copier, Plan
-from .snapshot.late import LateCopy
+from .snapshot.device import DeviceSlot
+from .snapshot.late import Drain, LateCopy, LateCopyTimeout
+from .snapshot.moving import capturing
+from .snapshot.pinning import in_use, pin
 from .state.trainstate import TrainState
 from .state.tree import FlatState
 
@@ -49,15 +54,18 @@ class Snapshots:
         settled: Callable[[], None],
         nodes: Sequence[str],
         holders: Sequence[Sequence[int]],
+        device: DeviceSlot | None = None,
     ) -> None:
-        """``settled`` is called when a late copy has ended, well or not. ``nodes`` (of all ranks) and ``holders``: see
+        """``settled`` is called when a late copy has ended, well or not. ``device``: room for a snapshot beside the
+        tensors; it stays the caller's. ``nodes`` (of all ranks) and ``holders``: see
         :class:`~.plan.owners.Owners`."""
         self._tier = tier
         self._copier = Copier()
         self._planner = LayoutPlanner(ranks.rank, ranks.world, node_of=nodes, holders=holders)
         self._settled = settled
-        self._hooks = Hooks(self._before_optimizer) if overlap else None
-        self._copying: tuple[Taken, WriteSlot, LateCopy, str] | None = None
+        self._device = device if device is not None and not device.given_up else None
+        self._hooks = Hooks(self._before_optimizer) if overlap and self._device is None else None
+        self._copying: tuple[Taken, WriteSlot, LateCopy | Drain, str] | None = None
         self._hook_timeout_s = 0.0
         self.newest: Taken | None = None
         self.moved_arena = False
@@ -85,8 +93,15 @@ class Snapshots:
         """Snapshot ``state`` as ``step``. With ``late`` some of it may be copied after this returns. ``meta`` makes
         the meta region of the flattened state and its plan.
 
-        Raises UnsupportedValue before anything is touched, CapacityError if no slot becomes free in time.
+        Raises UnsupportedValue before anything is touched, CapacityError if no slot becomes free in time, UsageError
+        while a CUDA graph is captured.
         """
+        if capturing():
+            raise UsageError(
+                "a snapshot was asked for while a CUDA graph is captured",
+                expected="step() and save() outside of the capture",
+                step=step,
+            )
         self.settle(timeout_s)
         flat = state.flatten()
         plan = self._planner.plan(flat)
@@ -98,16 +113,15 @@ class Snapshots:
         if self._tier.arena is not arena:
             self._copier.forget()
             self.moved_arena = True
+        if in_use() and any(piece.is_cuda for leaf in flat.leaves for piece in leaf.pieces):
+            pin(self._tier.arena)  # it may have been replaced, or the tensors moved
         taken = Taken(step, slot)
         try:
-            copying = self._copier.copy(
-                slot,
-                plan,
-                flat.sources(),
-                state=flat.state,
-                meta=meta_bytes,
-                late=late_leaves,
-            )
+            copying: LateCopy | Drain | None = self._beside(slot, plan, flat, meta_bytes)
+            if copying is None:
+                copying = self._copier.copy(
+                    slot, plan, flat.sources(), state=flat.state, meta=meta_bytes, late=late_leaves
+                )
         except BaseException:
             slot.abandon()
             raise
@@ -119,19 +133,46 @@ class Snapshots:
             self._hook_timeout_s = timeout_s
             self._copying = (taken, slot, copying, plan.layout_hash)
 
+    def _beside(self, slot: WriteSlot, plan: Plan, flat: FlatState, meta: bytes) -> Drain | None:
+        """A snapshot on the devices, on its way into ``slot``; None where there is no room for one."""
+        if self._device is None:
+            return None
+        try:
+            self._device.take((slot.incarnation, slot.step), plan, flat.leaves, flat.state)
+        except MemoryTooSmall as error:
+            self._device.give_up()
+            self._device = None
+            warnings.warn(
+                f"everstep: {error}. Snapshots go straight to the host from now on.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
+        places = self._copier.lay_around(slot, plan, state=flat.state, meta=meta)
+        return self._device.drain(slot, plan, places)
+
+    def look(self) -> None:
+        """Note a copy that has ended, where nothing live has to be looked at any more; never waits."""
+        copying = self._copying[2] if self._copying is not None else None
+        if copying is not None and copying.done() and (isinstance(copying, Drain) or copying.held):
+            self.settle(0)
+
     def settle(self, timeout_s: float) -> None:
         """Wait for a late copy, and publish its snapshot if nothing moved under it."""
         if self._copying is None:
             return
         taken, slot, copying, layout_hash = self._copying
-        moved = copying.wait(timeout_s)
+        try:
+            moved = copying.wait(timeout_s)
+        except LateCopyTimeout:
+            raise
+        except BaseException:
+            self._lost(taken, slot)
+            raise
         self._copying = None
         if moved:
             taken.moved = moved
-            slot.abandon()
-            if self.newest is taken:
-                self.newest = None
-            self._settled()
+            self._lost(taken, slot)
             raise StateMismatch(
                 f"the snapshot of step {taken.step} is void: tensors changed while they were copied",
                 found=", ".join(moved[:5]) + (f" and {len(moved) - 5} more" if len(moved) > 5 else ""),
@@ -139,8 +180,18 @@ class Snapshots:
                 hint='Use Memory(copy="eager"), or make the change after the optimizer step.',
                 step=taken.step,
             )
-        slot.publish(layout_hash)
+        if slot.open:
+            slot.publish(layout_hash)
         taken.whole = True
+        self._settled()
+
+    def _lost(self, taken: Taken, slot: WriteSlot) -> None:
+        """The copy of ``taken`` came to nothing."""
+        self._copying = None
+        taken.moved = taken.moved or ["the copy failed"]
+        slot.abandon()
+        if self.newest is taken:
+            self.newest = None
         self._settled()
 
     def discard(self) -> bool:
@@ -168,23 +219,26 @@ class Snapshots:
         """Entries that may be copied late: none before the hooks were seen to fire."""
         if self._hooks is None or not self._hooks.ready(state.optimizers()):
             return frozenset()
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return frozenset()
         return frozenset(state.late_tensors(flat.leaves))
 
     def _before_optimizer(self) -> None:
         began = time.perf_counter()
-        self.settle(self._hook_timeout_s)
+        copying = self._copying[2] if self._copying is not None else None
+        # A captured step is replayed without hooks: what is copied now is waited for here, and nothing late again.
+        if not isinstance(copying, LateCopy) or capturing() or not copying.hold(self._hook_timeout_s):
+            self.settle(self._hook_timeout_s)
         self.waited_s += time.perf_counter() - began
 
 
 class Hooks:
-    """Pre-step hooks of optimizers, and whether each was seen to fire since it was set."""
+    """Pre-step hooks of optimizers, and whether each was seen to fire since it was set. One that fired while a CUDA
+    graph was captured will not fire when that is replayed: nothing is ready after that."""
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._before = before
         self._handles: dict[int, Any] = {}
         self._fired: set[int] = set()
+        self._captured = False
         self._alive: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
 
     def ready(self, optimizers: list[torch.optim.Optimizer]) -> bool:
@@ -202,6 +256,8 @@ class Hooks:
                 RuntimeWarning,
                 stacklevel=2,
             )
+        if self._captured:
+            return False
         return bool(optimizers) and all(id(optimizer) in self._fired for optimizer in optimizers)
 
     def remove(self) -> None:
@@ -212,6 +268,7 @@ class Hooks:
     def _make(self, key: int) -> Callable[..., None]:
         def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             self._fired.add(key)
+            self._captured = self._captured or capturing()
             self._before()
 
         return hook

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .arenas import MEMORY, MemorySnapshot, directory_of_run, memory_snapshots
+from .arenas import MEMORY, MemorySnapshot, directory_of_run, memory_snapshots, ranks_here
 from .frame import DONE, FAILED, answering, command, human_bytes, json_option, table
 from .survey import Listed, Survey, survey
 
@@ -42,8 +42,10 @@ Example:
 def ls(run: str, metrics: bool, memory: Path, as_json: bool) -> None:
     """List the checkpoints of RUN, a directory, on disk and in this node's memory.
 
-    A checkpoint is "in lineage" if a load may take it: a step that a later resume went back before is not.
-    What was begun and never committed is no checkpoint; it is counted below the table.
+    A checkpoint is "in lineage" if a load may take it: a step that a later resume or rollback went back before is cut
+    off, and stays listed until it is pruned.
+    What was begun and never committed is no checkpoint; it is counted below the table. "held" are snapshots that
+    this node keeps for ranks of other nodes.
     """
     with answering(as_json) as answer:
         found = survey(run)
@@ -63,7 +65,20 @@ def _as_json(found: Survey, snapshots: list[MemorySnapshot]) -> dict[str, Any]:
         "checkpoints": [
             {**describe(one.manifest), "in_lineage": one.in_lineage} for one in found.checkpoints
         ],
-        "memory": [dataclasses.asdict(snapshot) for snapshot in snapshots],
+        "memory": [
+            {**dataclasses.asdict(one), "in_lineage": found.counts(one.incarnation, one.step)}
+            for one in snapshots
+        ],
+        "rollbacks": [
+            {
+                "incarnation": record.number,
+                "from_incarnation": record.adopted_incarnation,
+                "step": record.adopted_step,
+                "reason": record.reason,
+            }
+            for record in found.incarnations
+            if record.reason is not None
+        ],
         "undecided": [{"step": x.step, "incarnation": x.incarnation} for x in found.undecided],
         "removing": [{"step": x.step, "incarnation": x.incarnation} for x in found.removing],
         "unreadable": [{"name": name, "error": error.to_wire()} for name, error in found.unreadable],
@@ -95,7 +110,9 @@ def _as_text(found: Survey, snapshots: list[MemorySnapshot], metrics: bool) -> s
     else:
         blocks.append("no checkpoint on disk yet")
     if snapshots:
-        blocks.append("in this node's memory:\n" + _memory_table(snapshots))
+        blocks.append("in this node's memory:\n" + _memory_table(found, snapshots))
+    if found.cuts():
+        blocks.append("\n".join(found.cuts()))
     notes = [
         _count(
             len(found.undecided),
@@ -123,7 +140,7 @@ def _short(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _memory_table(snapshots: list[MemorySnapshot]) -> str:
+def _memory_table(found: Survey, snapshots: list[MemorySnapshot]) -> str:
     groups: dict[tuple[int, int, int], list[MemorySnapshot]] = {}
     for snapshot in snapshots:
         groups.setdefault((snapshot.incarnation, snapshot.step, snapshot.world), []).append(snapshot)
@@ -132,12 +149,13 @@ def _memory_table(snapshots: list[MemorySnapshot]) -> str:
             step,
             incarnation,
             world,
-            ",".join(str(x.rank) for x in some),
+            ranks_here(some),
             "yes" if any(x.in_use for x in some) else "no",
+            "yes" if found.counts(incarnation, step) else "no",
         )
         for (incarnation, step, world), some in groups.items()
     ]
-    return table(("step", "incarnation", "world", "ranks here", "in use"), rows, right=(0, 1, 2))
+    return table(("step", "incarnation", "world", "ranks here", "in use", "in lineage"), rows, right=(0, 1, 2))
 
 
 def _count(number: int, one: str, many: str) -> str:

@@ -38,6 +38,21 @@ class Survey:
     removing: list[StepNames] = field(default_factory=list)
     unreadable: list[tuple[str, EverstepError]] = field(default_factory=list)
 
+    def counts(self, incarnation: int, step: int) -> bool:
+        """Whether the run's lineage reaches that step."""
+        from everstep.plan.lineage import Lineage
+
+        return Lineage(self.incarnations).counts(incarnation, step)
+
+    def cuts(self) -> list[str]:
+        """What running jobs went back from, and why, in words."""
+        return [
+            f"incarnation {record.number} went back to step {record.adopted_step} of incarnation "
+            f"{record.adopted_incarnation}: {record.reason}"
+            for record in self.incarnations
+            if record.reason is not None
+        ]
+
     def newest(self) -> Listed | None:
         """The checkpoint that a load takes: the newest of the lineage."""
         return next((one for one in reversed(self.checkpoints) if one.in_lineage), None)

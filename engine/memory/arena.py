@@ -10,6 +10,7 @@ import secrets
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -200,6 +201,15 @@ class Arena:
 
     def fileno(self) -> int:
         return self._fd
+
+    @property
+    def mapped(self) -> tuple[int, int]:
+        """(address, bytes) of this opening's mapping."""
+        return self._control.mapping.address, self._control.mapping.nbytes
+
+    def on_unmap(self, act: Callable[[], object]) -> None:
+        """Call ``act`` just before the mapping goes; see :meth:`~.mapping.Mapping.on_unmap`."""
+        self._control.mapping.on_unmap(act)
 
     def take(self, owner: Process, *, run_id: str, incarnation: int, world: int) -> None:
         """Become the owner. What a dead owner was writing becomes free; its snapshots stay. Of another run's

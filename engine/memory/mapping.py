@@ -13,6 +13,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 PAGE_BYTES = 4096
@@ -75,6 +76,11 @@ class Mapping:
             if _libc.madvise(address + start, nbytes, _MADV_POPULATE_WRITE) != 0:
                 return  # an older kernel: pages come at the first touch, slower but right
         del keep
+
+    def on_unmap(self, act: Callable[[], object]) -> None:
+        """Call ``act`` just before the pages are unmapped (not at the interpreter's exit). A forked child
+        may call it, too, when it lets go of what it has no more."""
+        weakref.finalize(self._pages, act).atexit = False  # the newest finalizer runs first
 
     def close(self) -> None:
         """Let go. The pages stay mapped for as long as somebody holds a view of them."""

@@ -103,6 +103,14 @@ class Copier:
         names = [_name(plan.layout.entries[index]) for index in later.indices]
         return LateCopy(slot, names, later.tensors, later.into)
 
+    def lay_around(
+        self, slot: WriteSlot, plan: Plan, *, state: bytes, meta: bytes
+    ) -> Mapping[str, memoryview]:
+        """Lay down everything but the tensors; the slot's regions, for whoever copies these. MemoryTooSmall."""
+        places = slot.place(plan.regions(len(state), len(meta)))
+        _lay_around(slot, plan, places, state, meta)
+        return places
+
     def _expect(self, plan: Plan) -> Expected:
         if self._expected is None or self._expected[0] != plan.layout_hash:
             self._expected = plan.layout_hash, expect(plan.layout)

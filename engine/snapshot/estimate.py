@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from everstep.memory.header import aligned
 from everstep.memory.sizes import SLACK, around_bytes
+from everstep.state.sharded import held_by
 
 SCALAR_BYTES = 4
 """A step counter is a float32 of no axes."""
@@ -61,6 +62,36 @@ def estimate(
     other = around_bytes(len(sizes) + tensors, state_bytes)
     other += int(slack * (sum(sizes) + optimizer_bytes))
     return Estimate(sum(sizes), optimizer_bytes, other, tuple(assumed))
+
+
+def device_bytes(pieces: Iterable[torch.Tensor], optimizers: Iterable[Any] = ()) -> dict[torch.device, int]:
+    """By device the bytes that ``pieces``, all that this rank holds of its tensors, and the state that the optimizers
+    will have, come to: room for a snapshot beside them. Step counters of optimizers may lie on the host or beside
+    their parameters, and are counted on both."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for piece in pieces:
+        by_device.setdefault(piece.device, []).append(piece)
+    optimizers = list(optimizers)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                by_device.setdefault(
+                    _local(parameter)[0].device if _local(parameter) else parameter.device, []
+                )
+    found = {}
+    for device, some in by_device.items():
+
+        def share(parameter: torch.Tensor, device: torch.device = device) -> float:
+            return sum(piece.nbytes for piece in _local(parameter) if piece.device == device)
+
+        found[device] = estimate(some, optimizers, share=share).nbytes
+    return found
+
+
+def _local(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What this rank holds of a parameter."""
+    held = held_by(parameter)
+    return (parameter,) if held is None else tuple(held.pieces)
 
 
 @dataclass(frozen=True)

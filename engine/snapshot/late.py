@@ -1,5 +1,5 @@
-"""Late copies: tensors that only an optimizer's step changes are read by a thread, while forward and backward
-of the next step already run."""
+"""Late copies: tensors that only an optimizer's step changes, or that are a snapshot already, are read by a thread,
+while forward and backward of the next step already run."""
 
 from __future__ import annotations
 
@@ -20,29 +20,22 @@ class LateCopyTimeout(SaveFailed, TimeoutError):
     """A late copy was not done within the time given."""
 
 
-class LateCopy:
-    """A copy that a thread is making. Begun when it is made.
+class _Copying:
+    """A copy into ``slot`` that a thread is making. Begun when it is made.
 
-    The owner calls :meth:`wait` before anything may change the sources, and publishes only if nothing moved.
-    References to the sources are held until :meth:`wait` or :meth:`cancel` has ended, no longer.
+    References to the sources are held until :meth:`_join` or :meth:`cancel` has ended, no longer.
     """
 
     def __init__(
-        self,
-        slot: WriteSlot,
-        names: Sequence[str],
-        sources: Sequence[torch.Tensor],
-        into: Sequence[torch.Tensor],
+        self, slot: WriteSlot, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor], after: After
     ) -> None:
         self._slot = slot  # held, so that it is not given to another snapshot while the thread writes
-        self._names = list(names)
         self._sources = list(sources)
         self._into = list(into)
-        self._versions = [source._version for source in sources]
-        self._after = After(sources)
+        self._after = after
+        self._queued = threading.Event()
         self._cancelled = False
         self._error: BaseException | None = None
-        self._moved: list[str] | None = None
         self._thread = threading.Thread(target=self._run, name="everstep-late-copy", daemon=True)
         self._thread.start()
 
@@ -50,34 +43,16 @@ class LateCopy:
         """Whether the thread has ended, well or not."""
         return not self._thread.is_alive()
 
-    def wait(self, timeout_s: float) -> list[str]:
-        """Wait for the thread; the names of the tensors whose version counter moved since the copy was begun.
-
-        One that moved voids the snapshot: its bytes may be of two moments. Call it from the thread that
-        changes the tensors: an operation still running in another thread has not counted yet.
-        LateCopyTimeout; else what went wrong in the thread. Writes through ``.data`` are not counted by torch
-        and not seen.
-        """
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise LateCopyTimeout(f"a late copy was not done within {timeout_s:g} s", timeout_s=timeout_s)
-        if self._moved is None and not self._cancelled:
-            pairs = zip(self._names, self._sources, self._versions, strict=True)
-            # A tensor of several pieces has its name several times.
-            moved = [name for name, source, version in pairs if source._version != version]
-            self._moved = list(dict.fromkeys(moved))
-            self._drop()
-        if self._error is not None:
-            raise self._error
-        if self._moved is None:
-            raise SaveFailed("a late copy was cancelled")
-        return list(self._moved)
-
     def cancel(self) -> None:
         """Stop after the piece being copied, and wait for that; the slot's contents mean nothing then."""
         self._cancelled = True
         self._thread.join()
         self._drop()
+
+    def _join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise LateCopyTimeout(f"a late copy was not done within {timeout_s:g} s", timeout_s=timeout_s)
 
     def _drop(self) -> None:
         self._sources, self._into = [], []
@@ -88,8 +63,105 @@ class LateCopy:
                 if self._cancelled:
                     return
                 self._after.move(self._sources[start:end], self._into[start:end])
+            self._after.mark()
+            self._queued.set()
+            self._after.finish()
+            self._copied()
         except BaseException as error:  # carried to whoever waits
             self._error = error
+        finally:
+            self._queued.set()
+
+    def _copied(self) -> None:
+        """All bytes are in the slot."""
+
+
+class LateCopy(_Copying):
+    """A copy of live tensors, which must not change until it is done.
+
+    The owner calls :meth:`wait` before anything may change the sources (or :meth:`hold`), and publishes only if nothing
+    moved.
+    """
+
+    def __init__(
+        self,
+        slot: WriteSlot,
+        names: Sequence[str],
+        sources: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor],
+    ) -> None:
+        self._names = list(names)
+        self._versions = [source._version for source in sources]
+        self._moved: list[str] | None = None
+        self.held = False
+        """Whether :meth:`hold` let the sources go."""
+        super().__init__(slot, sources, into, After(sources))
+
+    def hold(self, timeout_s: float) -> bool:
+        """Whether the sources may be changed by what the devices' current streams are given from now on: these wait
+        for the copy, and the host need not. False where the host has to :meth:`wait` after all: something of it is
+        not on a device, or has moved.
+
+        LateCopyTimeout if the copies are not even queued in time. Call it as :meth:`wait`.
+        """
+        if not self._queued.wait(timeout_s):
+            raise LateCopyTimeout(f"a late copy was not begun within {timeout_s:g} s", timeout_s=timeout_s)
+        if self._error is not None or self._cancelled or any(source.is_cpu for source in self._sources):
+            return False
+        if self._moved is None:
+            self._moved = self._look()
+        self.held = not self._moved and self._after.hold()
+        return self.held
+
+    def wait(self, timeout_s: float) -> list[str]:
+        """Wait for the thread; the names of the tensors whose version counter moved since the copy was begun (up to
+        :meth:`hold`, where that let them go).
+
+        One that moved voids the snapshot: its bytes may be of two moments. Call it from the thread that
+        changes the tensors: an operation still running in another thread has not counted yet.
+        LateCopyTimeout; else what went wrong in the thread. Writes through ``.data`` are not counted by torch
+        and not seen.
+        """
+        self._join(timeout_s)
+        if self._moved is None and not self._cancelled:
+            self._moved = self._look()
+        self._drop()
+        if self._error is not None:
+            raise self._error
+        if self._moved is None:
+            raise SaveFailed("a late copy was cancelled")
+        return list(self._moved)
+
+    def _look(self) -> list[str]:
+        pairs = zip(self._names, self._sources, self._versions, strict=True)
+        # A tensor of several pieces has its name several times.
+        return list(dict.fromkeys([name for name, source, version in pairs if source._version != version]))
+
+
+class Drain(_Copying):
+    """A copy of memory that nobody changes until it is done. It publishes the slot itself."""
+
+    def __init__(
+        self,
+        slot: WriteSlot,
+        layout_hash: str,
+        sources: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor],
+    ) -> None:
+        """After what the devices' current streams hold now, which fills the sources."""
+        self._layout_hash = layout_hash
+        super().__init__(slot, sources, into, After(sources))
+
+    def wait(self, timeout_s: float) -> list[str]:
+        """Wait for the thread; nothing can have moved. LateCopyTimeout; else what went wrong in the thread."""
+        self._join(timeout_s)
+        self._drop()
+        if self._error is not None:
+            raise self._error
+        return []
+
+    def _copied(self) -> None:
+        self._slot.publish(self._layout_hash)
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

@@ -51,8 +51,7 @@ def move(
         pairs = [pair for pair in pairs if pair[0].is_cpu]
     batches = list(_batches(pairs))
     _share(batches, min(threads or torch.get_num_threads(), THREADS_MAX, len(batches)), here=threads == 1)
-    for device in elsewhere:
-        torch.get_device_module(device).current_stream(device).synchronize()
+    synchronize(sources)
 
 
 def devices(tensors: Sequence[torch.Tensor]) -> set[torch.device]:
@@ -61,26 +60,88 @@ def devices(tensors: Sequence[torch.Tensor]) -> set[torch.device]:
 
 
 class After:
-    """What the devices' current streams hold at this moment, to be waited for from another thread."""
+    """What the devices' current streams hold at this moment, for copies that another thread makes behind it: on streams
+    of their own, so that what the current streams are given meanwhile runs beside them."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._events: dict[torch.device, Any] = {}
+        self._begin: dict[torch.device, Any] = {}
         for device in devices(tensors):
             module = torch.get_device_module(device)
             event = module.Event()
             event.record(module.current_stream(device))
-            self._events[device] = event
+            self._begin[device] = event
+        self._streams: dict[torch.device, Any] = {}
+        self._end: dict[torch.device, Any] = {}
 
     def move(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
-        """As :func:`move` by the calling thread alone, on streams of its own, after what the current streams
-        held then."""
-        with contextlib.ExitStack() as streams:
-            for device, event in self._events.items():
-                module = torch.get_device_module(device)
-                stream = module.Stream(device)
-                stream.wait_event(event)
-                streams.enter_context(module.stream(stream))
-            move(sources, into, threads=1)
+        """Copy each source into the host tensor beside it, by the calling thread alone. Those on the host are copied
+        when this returns; those on devices are queued (where the host memory is not pinned, they are copied too)."""
+        here = [pair for pair in zip(sources, into, strict=True) if pair[0].is_cpu]
+        elsewhere = [pair for pair in zip(sources, into, strict=True) if not pair[0].is_cpu]
+        for device in devices([source for source, _ in elsewhere]):
+            with torch.get_device_module(device).stream(self._stream(device)):
+                _copy_pairs([pair for pair in elsewhere if pair[0].device == device], non_blocking=True)
+        move([source for source, _ in here], [to for _, to in here], threads=1)
+
+    def mark(self) -> None:
+        """All copies have been queued: :meth:`hold` and :meth:`finish` speak of these."""
+        for device, stream in self._streams.items():
+            event = torch.get_device_module(device).Event()
+            event.record(stream)
+            self._end[device] = event
+
+    def hold(self) -> bool:
+        """Let the devices' current streams wait for what was marked, but not the host. False if the copies use no
+        device: then there is nothing that could wait for them but the host."""
+        for device, event in self._end.items():
+            torch.get_device_module(device).current_stream(device).wait_event(event)
+        return bool(self._end)
+
+    def finish(self) -> None:
+        """Wait, on the host, until the bytes of what was marked are there. The interpreter lock is not held."""
+        for event in self._end.values():
+            event.synchronize()
+
+    def _stream(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            stream = torch.get_device_module(device).Stream(device)
+            if device in self._begin:
+                stream.wait_event(self._begin[device])
+            self._streams[device] = stream
+        return self._streams[device]
+
+
+def beside(sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+    """Copy each source into the tensor of its shape and dtype beside it, which may lie on any device.
+
+    Host tensors are copied when this returns; where a device takes part the copies are queued on its current stream,
+    fused where both tensors are on it: whatever that stream is given later sees them done.
+    """
+    host: Pairs = []
+    fused: dict[tuple[torch.device, torch.dtype], Pairs] = {}
+    for source, to in zip(sources, into, strict=True):
+        if source.device != to.device or not (source.is_cpu or to.is_contiguous()):
+            _copy_pairs([(source, to)], non_blocking=True)
+        elif not source.is_cpu:
+            fused.setdefault((to.device, to.dtype), []).append((source, to))
+        elif to.is_contiguous():
+            host.append((source, to))
+        else:
+            _copy_pairs([(source, to)])
+    for pairs in fused.values():  # torch fuses copies of one device and dtype
+        _copy_pairs(pairs, non_blocking=True)
+    move([source for source, _ in host], [to for _, to in host])
+
+
+def synchronize(tensors: Sequence[torch.Tensor]) -> None:
+    """Wait until what the current streams of the tensors' devices hold is done; an error of a device is raised."""
+    for device in devices(tensors):
+        torch.get_device_module(device).current_stream(device).synchronize()
+
+
+def capturing() -> bool:
+    """Whether the current stream's work is being recorded into a CUDA graph instead of done."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _copy(sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor], non_blocking: bool = False) -> None:

@@ -82,7 +82,8 @@ class Extra:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Memory to fill: ``tensor`` (contiguous, on the CPU) takes region ``box`` of entry ``index``."""
+    """Memory to fill: ``tensor`` (contiguous, on the CPU, unless the ledger says ``anywhere``) takes region ``box`` of
+    entry ``index``."""
 
     index: int
     box: Box
@@ -100,6 +101,8 @@ class Ledger:
     image: StateImage
     entries: Sequence[Entry]
     allow: frozenset[str]
+    anywhere: bool = False
+    """Slots are filled by copies of tensors, so live ones are slots wherever they lie, and whatever their strides."""
     targets: dict[int, Any] = field(default_factory=dict)
     slots: list[Slot] = field(default_factory=list)
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -209,7 +212,7 @@ class Ledger:
         assert isinstance(live, torch.Tensor)
         if (
             index not in self.targets
-            and is_fillable(live)
+            and self._is_fillable(live)
             and live.dtype == dtype_named(self.entry(index).dtype)
         ):
             self.targets[index] = live.detach()
@@ -275,12 +278,15 @@ class Ledger:
         """Have the regions that ``held`` has of entry ``index`` read into its pieces."""
         dtype = dtype_named(self.entry(index).dtype)
         for box, piece in zip(held.boxes, held.pieces, strict=True):
-            if is_fillable(piece) and piece.dtype == dtype:
+            if self._is_fillable(piece) and piece.dtype == dtype:
                 self._slot(index, box, piece.detach(), sharded=True)
             else:
                 staging = empty(box.lengths, dtype)
                 self._slot(index, box, staging, sharded=True)
                 self.copies.append((piece, staging))
+
+    def _is_fillable(self, tensor: torch.Tensor) -> bool:
+        return not (tensor.is_conj() or tensor.is_neg()) if self.anywhere else is_fillable(tensor)
 
     def _slot(self, index: int, box: Box, tensor: torch.Tensor, *, sharded: bool) -> None:
         if box.volume:

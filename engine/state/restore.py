@@ -84,6 +84,11 @@ class RestorePlan(_Plan):
         self._finish = finish
 
     @property
+    def slots(self) -> Sequence[Slot]:
+        """The memory to fill, where the plan was made for slots anywhere."""
+        return self._ledger.slots
+
+    @property
     def extra(self) -> Sequence[Extra]:
         """What the checkpoint has and this target does not take, until :meth:`settle`."""
         return self._ledger.extra
@@ -148,18 +153,20 @@ def plan_restore(
     parts: Collection[str] | None = None,
     derive: Mapping[str, Derive] | None = None,
     reshard: Mapping[str, Reshard | None] | None = None,
+    anywhere: bool = False,
 ) -> RestorePlan:
     """Compare ``stored`` with ``target`` (a TrainState, or anything that can be saved) and plan filling it.
 
     ``parts`` limits both sides to some parts. ``allow`` names what may differ: "missing" (the target keeps
     what it has), "unexpected" (not loaded), "dtype" (cast), "class", "ties", "rng", "ranks", "loader". ``derive``
-    makes a part's value of the stored one; ``reshard`` of all ranks' (None: nothing can, a difference).
+    makes a part's value of the stored one; ``reshard`` of all ranks' (None: nothing can, a difference). ``anywhere``:
+    the caller fills ``slots``, by copies of tensors, on whatever devices the live tensors are, instead of ``wanted``.
 
     Differences are collected in the plan; settle what is unexpected, then ``raise_mismatches``. Raises Damaged for
     a checkpoint that contradicts itself.
     """
     return _Restore(
-        TrainState.of(target), stored, checked_allow(allow), parts, derive or {}, reshard or {}
+        TrainState.of(target), stored, checked_allow(allow), parts, derive or {}, reshard or {}, anywhere
     ).plan()
 
 
@@ -174,6 +181,7 @@ class _Restore:
         parts: Collection[str] | None,
         derive: Mapping[str, Derive],
         reshard: Mapping[str, Reshard | None],
+        anywhere: bool,
     ) -> None:
         self._state = state
         self._stored = stored
@@ -186,7 +194,7 @@ class _Restore:
             _check_selection(parts, self._live, self._image)
             self._live = {part: value for part, value in self._live.items() if part in parts}
         self._chosen = [part for part in self._image.parts if parts is None or part in parts]
-        self._ledger = Ledger(self._image, stored.entries, allow)
+        self._ledger = Ledger(self._image, stored.entries, allow, anywhere)
         self._fitter = Fitter(self._ledger, parameter_names(state))
         self._appliers: dict[str, Applier] = {}
         self._lists: dict[str, Reshard] = {}

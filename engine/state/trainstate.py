@@ -175,6 +175,10 @@ class TrainState:
         )
         return flatten(parts, scope=self.scope if shared else None, ask=ask)
 
+    def pieces(self) -> list[torch.Tensor]:
+        """The plain tensors with what this rank holds, asked now."""
+        return [piece for leaf in self.flatten().leaves for piece in leaf.pieces]
+
     def replace(self, part: str, value: Any) -> None:
         """Hold ``value`` as ``part`` from now on: restoring calls it where a part could not be changed in
         place."""

@@ -112,7 +112,7 @@ def test_an_agent_is_killed_in_mid_stripe(start: Start, index: int) -> None:
     job.snapshot(2, NBYTES)
     job.await_complete(2)
     check(job, 2)
-    former = [info for info in find_arenas(job.nodes[index].arenas, Kind.PARITY)]
+    former = find_arenas(job.nodes[index].arenas, Kind.PARITY)
     assert len(former) == 1, "the next agent took the arena"
 
 

@@ -117,7 +117,7 @@ def test_a_node_without_an_agent_holds_nobody_up(start: Start) -> None:
         job.await_complete(step)
     until(lambda: "protected" in rank.stages(), "word that it is back")
     until(lambda: {one.protected for one in job.ranks} == {6}, "protection of the newest step")
-    assert job.nodes[0].status()["unprotected"] == []
+    until(lambda: job.nodes[0].status()["unprotected"] == [], "the hub's word that nobody is missing")
 
 
 def test_the_hub_is_killed(start: Start) -> None:
