@@ -102,7 +102,7 @@ class Session:
         self._agent_missed: float | None = None
         self._ended = False
         self._last_step = adopted[1] if adopted is not None else -1
-        self._heartbeat = Heartbeat(lambda: tier.arena, record.number, interval_s=policy.heartbeat_s)
+        self._heartbeat = Heartbeat(lambda: tier.present, record.number, interval_s=policy.heartbeat_s)
 
     @property
     def incarnation(self) -> int:
@@ -281,6 +281,7 @@ class Session:
         """The end of a retired session. What is on its way has a while; a process agent then goes on with it."""
         if not self._ended:
             self._ended = True
+            self._heartbeat.close()
             self._pins.clear()
             self._goodbye(flush=True, safe=False)
             self._client.close()
