@@ -149,6 +149,9 @@ class Recorder(Proxy):
         self._first: socket.socket | None = None
         super().__init__("127.0.0.1", port)
 
+    def __enter__(self) -> Recorder:
+        return self
+
     def _carry(self, source: socket.socket, sink: socket.socket, direction: Any) -> None:
         self._directions = {**getattr(self, "_directions", {}), id(sink): direction}
         super()._carry(source, sink, direction)
