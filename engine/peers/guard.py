@@ -168,6 +168,8 @@ class Guard:
             self.parity.completed(terms.adopted)
         if parity_bytes := terms.nodes.parity_bytes(terms.me, terms.chunk_bytes):
             self.parity.reserve(parity_bytes, terms.chunk_bytes)
+        if terms.nodes.parity is not None:
+            return  # what is kept besides is small, and no images: its room is made when it comes
         for rank, slot_bytes in terms.nodes.held_by(terms.me):
             self.keeper.reserve(rank, slot_bytes, terms.chunk_bytes)
         for index in terms.nodes.holders()[terms.me]:
