@@ -201,9 +201,7 @@ class Training(Rank):
         self.result.numbers["step_seconds"] = self.sampled("loop_without").median / LOOP_STEPS
         self.leave()
 
-    def _run(
-        self, loop: Loop, name: str, after: Callable[[], Any], ends: dict[str, list[str]]
-    ) -> None:
+    def _run(self, loop: Loop, name: str, after: Callable[[], Any], ends: dict[str, list[str]]) -> None:
         loop.step()  # ends a copy that the run before began
         loop.begin()
         self._one(loop, after)

@@ -37,6 +37,8 @@ from .memorytier import MemoryTier, Room
 from .nodes import node_of
 from .opening import Origin, begin_incarnation
 from .places import locate
+from .plan.parity import fit
+from .plan.placement import Node
 from .planning import Copies, expected_slot_bytes
 from .policy import SHARED_MEMORY, Memory, Policy
 from .ranks import Ranks
@@ -360,14 +362,17 @@ class Checkpointer:
         nodes = [one[0] for one in told]
         wanted = memory.copies if memory is not None else 0
         others = len(set(nodes)) - 1 + len(memory.spares if memory is not None else ())
-        if wanted > others and ranks.rank == 0:
-            option = f"replicas={wanted}" if wished[0] else f"parity={wished[1]}"
-            warnings.warn(
-                f"everstep: Memory({option}) is lowered to {others}: each copy lies on another node, and "
-                f"besides the node that stores a tensor this job has {others}",
-                RuntimeWarning,
-                stacklevel=2,
+        warning = None
+        if memory is not None and memory.parity is not None:
+            # All ranks find the same, so all raise, or none.
+            warning = fit([Node(name) for name in dict.fromkeys(nodes)], *memory.parity).warning
+        elif wanted > others:
+            warning = (
+                f"Memory(replicas={wanted}) is lowered to {others}: each copy lies on another node, and "
+                f"besides the node that stores a tensor this job has {others}"
             )
+        if warning is not None and ranks.rank == 0:
+            warnings.warn(f"everstep: {warning}", RuntimeWarning, stacklevel=2)
         self._nodes, self._copies = nodes, min(wanted, others)
         if memory is not None:
             domains = dict(reversed([(one[0], one[4]) for one in told]))

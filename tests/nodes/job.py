@@ -130,7 +130,9 @@ def live(rank: int, world: int, life: Life) -> None:
 
 
 class _Rank:
-    def __init__(self, rank: int, life: Life, training: Training, journal: Journal, caught: list[Any]) -> None:
+    def __init__(
+        self, rank: int, life: Life, training: Training, journal: Journal, caught: list[Any]
+    ) -> None:
         self.rank, self.life, self.training, self.journal, self.caught = rank, life, training, journal, caught
         self.place = life.places[rank]
         self.ckpt: everstep.Checkpointer | None = None

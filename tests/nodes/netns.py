@@ -46,7 +46,18 @@ class Networks:
                 if kind == "t":
                     ip("netns", "add", name)
                     ip("-n", name, "link", "set", "lo", "up")
-                ip("link", "add", self.outer(kind, number), "type", "veth", "peer", "name", f"{kind}0", "netns", name)
+                ip(
+                    "link",
+                    "add",
+                    self.outer(kind, number),
+                    "type",
+                    "veth",
+                    "peer",
+                    "name",
+                    f"{kind}0",
+                    "netns",
+                    name,
+                )
                 ip("link", "set", self.outer(kind, number), "master", bridge)
                 ip("link", "set", self.outer(kind, number), "up")
                 ip("-n", name, "addr", "add", f"{net}.{number + 1}/24", "dev", f"{kind}0")
