@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import pytest
 from everstep.memory.header import Kind
 
 from .cluster import Cluster
@@ -23,25 +22,23 @@ from .test_losses import DIED, PLACES, STEPS, loads, train
 LOST, SPARE = 1, 4
 
 
-@pytest.fixture(autouse=True)
-def secret(monkeypatch: pytest.MonkeyPatch) -> str:
-    made = secrets.token_hex(32)
-    monkeypatch.setenv("EVERSTEP_SECRET", made)
-    return made
-
-
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as found:
         return int(found.getsockname()[1])
 
 
 @contextmanager
-def spare(nodes: Cluster, port: int) -> Iterator[subprocess.Popen[str]]:
+def spare(nodes: Cluster, port: int, secret: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     """``everstep spare`` on the fifth node, for as long as the block runs."""
     place = nodes.nodes[SPARE].place
     command = [sys.executable, "-m", "everstep.cli", "spare", str(nodes.root)]
     command += ["--listen", f"127.0.0.1:{port}", "--memory", place.arenas]
-    environment = {**os.environ, "EVERSTEP_NODE": place.name, "EVERSTEP_RUNTIME_DIR": place.runtime}
+    environment = {
+        **os.environ,
+        **secret,
+        "EVERSTEP_NODE": place.name,
+        "EVERSTEP_RUNTIME_DIR": place.runtime,
+    }
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         yield process
@@ -62,13 +59,13 @@ def begin_run(nodes: Cluster) -> None:
         nodes.nodes[number].lose(renamed=False)
 
 
-def test_a_spare_takes_over_from_its_own_memory(cluster: Make, secret: str) -> None:
+def test_a_spare_takes_over_from_its_own_memory(cluster: Make) -> None:
     nodes = cluster(5)
     begin_run(nodes)
-    port = free_port()
+    port, secret = free_port(), {"EVERSTEP_SECRET": secrets.token_hex(32)}
     memory = {"replicas": 1, "spares": (f"127.0.0.1:{port}",)}
-    with spare(nodes, port):
-        train(nodes, (LOST,), memory=memory, policy={"linger_s": 5.0})
+    with spare(nodes, port, secret):
+        train(nodes, (LOST,), memory=memory, policy={"linger_s": 5.0}, environment=secret)
         held = nodes.nodes[SPARE].snapshots(Kind.HELD)
         assert {rank for rank, _, _ in held} == {0, 1, 2, 3}
     places = (0, SPARE, 2, 3)
