@@ -155,7 +155,9 @@ def _memory_table(found: Survey, snapshots: list[MemorySnapshot]) -> str:
         )
         for (incarnation, step, world), some in groups.items()
     ]
-    return table(("step", "incarnation", "world", "ranks here", "in use", "in lineage"), rows, right=(0, 1, 2))
+    return table(
+        ("step", "incarnation", "world", "ranks here", "in use", "in lineage"), rows, right=(0, 1, 2)
+    )
 
 
 def _count(number: int, one: str, many: str) -> str:
