@@ -311,12 +311,12 @@ class Checkpointer:
         opened.remove(self._place.url, self)
         with contextlib.ExitStack() as stack:
             stack.callback(lambda: run_blocking(self._backend.close()))
+            if self._session is None and self._tier is not None:
+                stack.callback(self._tier.close, remove=False)
             stack.callback(self._rollbacks.close, lambda record_id: unmark(self._place, record_id))
             if self._session is not None:
                 stack.callback(unmark, self._place, self._session.record_id)
                 self._session.close(flush=flush, keep=keep)
-            elif self._tier is not None:
-                self._tier.close(remove=False)
 
     def status(self) -> dict[str, Any]:
         """What this rank knows: incarnation, newest step in memory and on disk, unfinished flushes, the agent."""

@@ -269,7 +269,9 @@ class Session:
             self._pins.pop(later).release()
 
     def is_busy(self) -> bool:
-        """Whether a retired session's flushes are still on their way."""
+        """Whether a retired session's flushes are still on their way. Asked once the next session is there, which gives
+        the rank's signs of life from then on."""
+        self._heartbeat.close()
         try:
             self._hear_quietly()
         except EverstepError as error:

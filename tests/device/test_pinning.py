@@ -8,11 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import everstep
 import pytest
 import torch
 from everstep.memory import mapping
 from everstep.memory.arena import Arena
 from everstep.snapshot import pinning
+
+from tests.facade.kit import opened
 
 
 class Cuda:
@@ -103,9 +106,7 @@ def test_without_cuda_nothing_is_asked(arena: Callable[[], Arena], monkeypatch: 
 
 def test_states_on_the_host_pin_nothing(cuda: Cuda, root: Path) -> None:
     """CUDA is used for something else in this process."""
-    import everstep
-
-    ckpt = everstep.Checkpointer(root, memory=everstep.Memory(device_slots=1), agent="inline")
+    ckpt = opened(root, memory=everstep.Memory(device_slots=1))
     state = everstep.TrainState(rng=False, own={"x": torch.zeros(4)})
     ckpt.load(state)
     ckpt.step(1, state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from everstep import errors
 from everstep.backends.open import open_backend
+from everstep.memory.header import WORD_BEAT_NS
 from everstep.store.blocking import run_blocking
 from everstep.store.runs import read_incarnations
 
@@ -27,6 +29,7 @@ from tests.facade.kit import (
     same_bits,
     steps_on_disk,
     undisturbed,
+    until,
 )
 
 KINDS = {
@@ -200,6 +203,28 @@ def test_closing_right_after_makes_it_durable(root: Path) -> None:
     with opened(root) as ckpt:
         assert ckpt.load(again.state) == 4
     assert same_bits(again.weights(), weights)
+
+
+def test_signs_of_life_go_on_until_the_next_step_and_end_at_close(root: Path) -> None:
+    """After a rollback a trainer may evaluate for long before it goes on."""
+
+    def threads() -> list[str]:
+        return [one.name for one in threading.enumerate() if one.name == "everstep-heartbeat"]
+
+    training = Training()
+    ckpt = opened(root, policy={"heartbeat_s": 0.02})
+    ckpt.load(training.state)
+    train(ckpt, training, 1, 2)
+    ckpt.rollback(reason="back")
+    assert ckpt._tier is not None
+    words = ckpt._tier.arena._control.words
+    before = words[WORD_BEAT_NS]
+    until(lambda: words[WORD_BEAT_NS] != before, "a further beat")
+    train(ckpt, training, 3, 3)
+    assert len(threads()) == 1
+    ckpt.rollback(reason="back again")
+    ckpt.close(flush=False)
+    assert threads() == []
 
 
 # -- crashes

@@ -17,6 +17,8 @@ from everstep.snapshot.late import LateCopy, LateCopyTimeout
 from everstep.snapshot.moving import After
 from everstep.snapshots import Hooks, Snapshots, Taken
 
+from tests.facade.kit import opened
+
 WAIT_S = 20.0
 
 
@@ -212,7 +214,7 @@ def test_a_snapshot_during_a_capture_is_refused(
     root: Path, capture: Callable[[bool], None], memory: everstep.Memory
 ) -> None:
     state = {"x": torch.zeros(3)}
-    ckpt = everstep.Checkpointer(root, memory=memory, agent="inline")
+    ckpt = opened(root, memory=memory)
     ckpt.load(state)
     capture(True)
     with pytest.raises(UsageError, match="captured"):
