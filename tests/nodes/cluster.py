@@ -83,6 +83,16 @@ class Node:
                         found |= {(info.rank, one.incarnation, one.step) for one in arena.snapshots()}
         return found
 
+    def protected(self) -> tuple[int, int]:
+        """The newest (incarnation, step) that its agent calls protected; (0, 0) if none."""
+        found = (0, 0)
+        for directory in {path.parent for path in self.arenas.rglob("*.arena")}:
+            for info in find_arenas(directory, Kind.OWN):
+                if info.path is not None:
+                    with Arena.attach(info.path) as arena:
+                        found = max(found, arena.protected or found)
+        return found
+
 
 @dataclass
 class Lived:

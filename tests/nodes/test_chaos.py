@@ -53,9 +53,12 @@ def one_life(
         nodes.nodes[victim].end()
     nodes.await_step(stop, COUNT)
     bad.all[victim].behave()
+    # Where training went on without protection, agents try again after a pause.
+    nodes.until(
+        lambda: min(node.protected() for node in nodes.nodes)[1] >= stop, "all nodes are protected again"
+    )
     nodes.go(stop)
-    # Protection that was gone is back once two more steps have been through it.
-    nodes.await_step(stop + 4, COUNT)
+    nodes.await_step(stop + 3, COUNT)
     lost = lost_together(draw, parity)
     numbers = [places[index] for index in lost]  # groups are of positions, whatever node is there
     for number in numbers:
