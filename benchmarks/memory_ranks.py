@@ -175,22 +175,21 @@ class Training(Rank):
         step = 0
         with everstep.Checkpointer(self.root, memory=memory, policy=policy) as ckpt:
             ckpt.load(loop.state)
-            for _ in range(WARM_UP):
+
+            def snapshot() -> None:
+                nonlocal step
                 step += 1
-                self._one(loop, lambda: ckpt.step(step, loop.state))
+                ckpt.step(step, loop.state)
+
+            for _ in range(WARM_UP):
+                self._one(loop, snapshot)
             self._pin(self.tell_agent(ckpt.agent_pid), {self._cores[min(ENGINE_CORE, len(self._cores) - 1)]})
             for turn in range(self.config.repeats):
                 ends: dict[str, list[str]] = {}
-
-                def snapshots() -> None:
-                    nonlocal step
-                    step += 1
-                    ckpt.step(step, loop.state)
-
                 in_turn(
                     turn,
                     [
-                        partial(self._run, loop, "loop_with_snapshots", snapshots, ends),
+                        partial(self._run, loop, "loop_with_snapshots", snapshot, ends),
                         partial(self._run, loop, "loop_without", lambda: None, ends),
                     ],
                 )
@@ -201,9 +200,7 @@ class Training(Rank):
         self.result.numbers["step_seconds"] = self.sampled("loop_without").median / LOOP_STEPS
         self.leave()
 
-    def _run(
-        self, loop: Loop, name: str, after: Callable[[], Any], ends: dict[str, list[str]]
-    ) -> None:
+    def _run(self, loop: Loop, name: str, after: Callable[[], Any], ends: dict[str, list[str]]) -> None:
         loop.step()  # ends a copy that the run before began
         loop.begin()
         self._one(loop, after)

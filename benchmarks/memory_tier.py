@@ -110,7 +110,9 @@ def _summaries(*results: Result) -> dict[str, Any]:
         for name, seconds in result.seconds.items():
             nbytes = result.nbytes if not name.startswith(("loop", "step")) else None
             found[name] = Samples(seconds).summary(nbytes)
-        found |= {f"{result.mode}_{name}": value for name, value in result.numbers.items() if name[-2:] != "_s"}
+        found |= {
+            f"{result.mode}_{name}": value for name, value in result.numbers.items() if name[-2:] != "_s"
+        }
     return found
 
 

@@ -129,7 +129,9 @@ def _check(root: Path, step: int, trained: everstep.TrainState, tensors: Sequenc
     require_equal(hashes(tensors), expected, f"the snapshot of step {step}")
 
 
-def measure_overlap(state: BenchState, repeats: int, root: Path, eager_s: float, tell: Step) -> dict[str, Samples]:
+def measure_overlap(
+    state: BenchState, repeats: int, root: Path, eager_s: float, tell: Step
+) -> dict[str, Samples]:
     """Snapshots whose copy hides behind computing: the call, the wait in the optimizer's hook, and the
     computing beside a copy and alone."""
     trained = _train_state(state)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
-import sys
-import threading
 import warnings
-import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
+from . import opened
 from .agent.client import HeldArena, fetch_arenas
 from .backends.api import Backend
 from .backends.open import open_backend
@@ -38,6 +35,8 @@ from .memorytier import MemoryTier, Room
 from .nodes import node_of
 from .opening import Origin, begin_incarnation
 from .places import locate
+from .plan.parity import fit
+from .plan.placement import Node
 from .planning import Copies, expected_slot_bytes
 from .policy import SHARED_MEMORY, Memory, Policy
 from .ranks import Ranks
@@ -50,11 +49,6 @@ from .store.runs import open_run
 from .writers import Lookout, unmark
 
 log = logging.getLogger("everstep")
-
-_open: weakref.WeakValueDictionary[str, Checkpointer] = weakref.WeakValueDictionary()
-_writing: set[Checkpointer] = set()
-"""Those with a session: held until they are closed, or one that a function forgot would not be drained at exit."""
-_open_lock = threading.Lock()
 
 IN_MEMORY = ("memory", "device")
 STAGING_SLOTS = 2
@@ -133,8 +127,7 @@ class Checkpointer:
         self._lookout: Lookout | None = None
         self._loaded: TrainState | None = None
         """What a load restored, until a step or save follows it."""
-        _close_former(self._place.url, self)
-        _at_exit(weakref.ref(self))
+        opened.add(self._place.url, self)
 
     # -- the calls of a training loop
 
@@ -315,10 +308,7 @@ class Checkpointer:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        with _open_lock:
-            if _open.get(self._place.url) is self:
-                del _open[self._place.url]
-            _writing.discard(self)
+        opened.remove(self._place.url, self)
         with contextlib.ExitStack() as stack:
             stack.callback(lambda: run_blocking(self._backend.close()))
             if self._session is None and self._tier is not None:
@@ -437,14 +427,17 @@ class Checkpointer:
         nodes = [one[0] for one in told]
         wanted = memory.copies if memory is not None else 0
         others = len(set(nodes)) - 1 + len(memory.spares if memory is not None else ())
-        if wanted > others and ranks.rank == 0:
-            option = f"replicas={wanted}" if wished[0] else f"parity={wished[1]}"
-            warnings.warn(
-                f"everstep: Memory({option}) is lowered to {others}: each copy lies on another node, and "
-                f"besides the node that stores a tensor this job has {others}",
-                RuntimeWarning,
-                stacklevel=2,
+        warning = None
+        if memory is not None and memory.parity is not None:
+            # All ranks find the same, so all raise, or none.
+            warning = fit([Node(name) for name in dict.fromkeys(nodes)], *memory.parity).warning
+        elif wanted > others:
+            warning = (
+                f"Memory(replicas={wanted}) is lowered to {others}: each copy lies on another node, and "
+                f"besides the node that stores a tensor this job has {others}"
             )
+        if warning is not None and ranks.rank == 0:
+            warnings.warn(f"everstep: {warning}", RuntimeWarning, stacklevel=2)
         self._nodes, self._copies = nodes, min(wanted, others)
         if memory is not None:
             domains = dict(reversed([(one[0], one[4]) for one in told]))
@@ -457,8 +450,7 @@ class Checkpointer:
         if self._session is None:
             self._session = self._open(TrainState.of(state))
             self._loaded = None
-            with _open_lock:
-                _writing.add(self)
+            opened.writes(self._place.url, self)
         self._rollbacks.note(state)
         self._rollbacks.leave_former()
         return self._session
@@ -556,47 +548,3 @@ def _check_mesh(mesh: Mapping[str, int], world: int) -> None:
         raise BadOption(
             "mesh= does not fit the number of ranks", found=dict(mesh), expected=f"a product of {world}"
         )
-
-
-def _close_former(url: str, new: Checkpointer) -> None:
-    """A second opening of a run in one process closes the first."""
-    with _open_lock:
-        former = _open.get(url)
-        _open[url] = new
-    if former is not None and not former._closed:
-        try:
-            former._close(flush=True, keep=False)
-        except EverstepError as error:
-            warnings.warn(
-                f"everstep: closing the former checkpointer of this run: {error}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-
-def is_open_here(url: str) -> bool:
-    """Whether this process writes to the run at ``url`` now."""
-    with _open_lock:
-        return any(one._place.url == url and one._pid == os.getpid() for one in _writing)
-
-
-def _at_exit(ref: weakref.ref[Checkpointer]) -> None:
-    """Have it drained when the interpreter ends: while threads can still be started, so before atexit's handlers,
-    where the interpreter offers that."""
-    register = getattr(threading, "_register_atexit", atexit.register)
-    try:
-        register(_drain, ref)
-    except RuntimeError:  # the interpreter is ending already
-        atexit.register(_drain, ref)
-
-
-def _drain(ref: weakref.ref[Checkpointer]) -> None:
-    """At interpreter exit: what a script that never called close() owes, within the policy's bound."""
-    checkpointer = ref()
-    if checkpointer is None or checkpointer._closed or os.getpid() != checkpointer._pid:
-        return
-    try:
-        # An unhandled exception was printed before exit handlers run: such a script is likely to be started again.
-        checkpointer._close(flush=True, keep=getattr(sys, "last_value", None) is not None)
-    except EverstepError as error:
-        print(f"everstep: the last snapshot did not become durable: {error}", file=sys.stderr)

@@ -22,10 +22,11 @@ MEAN_STEPS = 8
 
 
 class Heartbeat:
-    """``arena`` gives the present one, which may be replaced at any time. ``stepped`` is called on the trainer's
-    thread. A forked child has no such thread, and is not to have one."""
+    """``arena`` gives the present one, which may be replaced at any time; None: there is none. It ends by itself once
+    the arena is a newer incarnation's. ``stepped`` is called on the trainer's thread. A forked child has no such
+    thread, and is not to have one."""
 
-    def __init__(self, arena: Callable[[], Arena], incarnation: int, *, interval_s: float) -> None:
+    def __init__(self, arena: Callable[[], Arena | None], incarnation: int, *, interval_s: float) -> None:
         self._arena = arena
         self._incarnation = incarnation
         self._interval_s = interval_s
@@ -44,7 +45,9 @@ class Heartbeat:
             took = (now - self._last[1]) / 1e9 / (step - self._last[0])
             self._step_s += (took - self._step_s) / (MEAN_STEPS if self._step_s else 1)
         self._last = step, now
-        self._note(self._arena())
+        arena = self._arena()
+        if arena is not None:
+            self._note(arena)
 
     def close(self) -> None:
         """End the thread. Safe to call again, and in a forked child."""
@@ -60,6 +63,13 @@ class Heartbeat:
     def _beat(self) -> None:
         try:
             arena = self._arena()
+            if arena is None:
+                return
+            if (
+                arena.info.incarnation > self._incarnation
+            ):  # this process went back, and beats for that one now
+                self._stop.set()
+                return
             arena.beat(self._step_s)
             self._note(arena)
         except (EverstepError, IndexError):

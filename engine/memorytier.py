@@ -81,6 +81,11 @@ class MemoryTier:
         return self._arena
 
     @property
+    def present(self) -> Arena | None:
+        """The arena, if there is one; from any thread."""
+        return self._arena
+
+    @property
     def reserved(self) -> bool:
         return self._arena is not None
 

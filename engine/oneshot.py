@@ -11,7 +11,6 @@ from typing import Any
 
 from .backends.api import Backend
 from .backends.open import open_backend
-from .checkpointer import is_open_here
 from .config import config_hash, plain_config, plain_metrics, plain_step
 from .discovery import Proposals, find_run, open_arenas
 from .errors import (
@@ -31,6 +30,7 @@ from .loading import Loader
 from .memory.arena import Arena
 from .memory.process import Process
 from .memory.slots import Pinned
+from .opened import is_open_here
 from .opening import Origin, begin_incarnation
 from .places import Place, locate
 from .planning import LayoutPlanner

@@ -102,7 +102,7 @@ class Session:
         self._agent_missed: float | None = None
         self._ended = False
         self._last_step = adopted[1] if adopted is not None else -1
-        self._heartbeat = Heartbeat(lambda: tier.arena, record.number, interval_s=policy.heartbeat_s)
+        self._heartbeat = Heartbeat(lambda: tier.present, record.number, interval_s=policy.heartbeat_s)
 
     @property
     def incarnation(self) -> int:

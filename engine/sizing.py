@@ -22,6 +22,7 @@ from .memory.sizes import (
     estimated_slot_bytes,
 )
 from .peers.keeper import with_records
+from .peers.nodemap import IMAGES_PER_RANK, STATE_BYTES
 from .peers.shelf import SLOTS as HELD_SLOTS
 from .places import locate
 from .plan.room import Job, Limit, Loss, Room, Verdict, advice, compare, plan, survival
@@ -161,7 +162,9 @@ def _job(state: _State, memory: Memory, *, nodes: int, ranks_per_node: int, grow
         ranks_per_node=ranks_per_node,
         slot_bytes=slot,
         held_bytes=with_records(slot, state.chunk_bytes),
-        small_bytes=with_records(around_bytes(state.tensors, state.plain_bytes), state.chunk_bytes),
+        small_bytes=aligned(
+            around_bytes(state.tensors, state.plain_bytes) + with_records(slot, state.chunk_bytes) - slot
+        ),
         chunk_bytes=state.chunk_bytes,
         slots=memory.slots,
         held_slots=HELD_SLOTS,
@@ -171,6 +174,8 @@ def _job(state: _State, memory: Memory, *, nodes: int, ranks_per_node: int, grow
         device_slots=memory.device_slots,
         device_bytes=estimated_slot_bytes(state.device_bytes, state.tensors, 0),
         growth=growth,
+        parity_spare_chunks=IMAGES_PER_RANK,
+        parity_state_bytes=STATE_BYTES,
         agent_bytes=AGENT_BYTES,
         load_bytes_node=SHARED_BYTES if ranks_per_node > 1 else 0,
         load_bytes_rank=PARALLEL * PIECE_BYTES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import threading
@@ -36,6 +37,7 @@ CONNECTIONS_MAX = 1024
 """Of other agents to this one: two from each where this is the hub's, one from each whose snapshots are kept here."""
 GUARD_S_MAX = 60.0
 """How long another agent that came early waits until this node's trainers say what is to be protected."""
+LOOK_S = 0.5
 WORK_S = 2.0
 """An agent that sent or received so lately is not idle."""
 
@@ -186,10 +188,11 @@ class Protection:
             await self._leave()
             if self._parity is not None:
                 await asyncio.to_thread(self._parity.close, remove=over)
-            if self._listener is not None:
-                await asyncio.to_thread(self._listener.close)
-            if self._keeper is not None:
-                await asyncio.to_thread(self._keeper.close, remove=over)
+            try:
+                if self._keeper is not None:
+                    await asyncio.to_thread(self._keeper.close, remove=over)
+            finally:
+                await self._stop_listening()
 
     # -- inside
 
@@ -202,9 +205,7 @@ class Protection:
             )
 
     async def _listen(self, host: str, port: int, secret: bytes, run_id: str) -> None:
-        if self._listener is not None:
-            await asyncio.to_thread(self._listener.close)
-        self._listener = None
+        await self._stop_listening()
         self._loop = asyncio.get_running_loop()
         make = functools.partial(Listener, me=self._service.settings.node, connections_max=CONNECTIONS_MAX)
         self._listener = await asyncio.to_thread(make, host, port, secret, run_id, _Handlers(self._serve))
@@ -240,6 +241,14 @@ class Protection:
             self._there.notify_all()
         return guard
 
+    async def _stop_listening(self) -> None:
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            try:
+                await asyncio.to_thread(listener.close)
+            except EverstepError as error:
+                log.warning("%s", error)
+
     async def _leave(self) -> None:
         guard, self._guard = self._guard, None
         if guard is not None:
@@ -250,10 +259,10 @@ class Protection:
     def _serve(self, link: Link, message: Any) -> None:
         deadline = time.monotonic() + GUARD_S_MAX
         with self._there:
-            if not self._there.wait_for(lambda: self._guard is not None, deadline - time.monotonic()):
-                raise PeerLost("this node's trainers have not said yet what is to be protected")
-            guard = self._guard
-        assert guard is not None
+            while (guard := self._guard) is None:
+                if link.closed or time.monotonic() >= deadline:
+                    raise PeerLost("this node's trainers have not said yet what is to be protected")
+                self._there.wait(LOOK_S)
         guard.serve(link, message)
 
     def _local(self, rank: int) -> Arena | None:
@@ -266,8 +275,9 @@ class Protection:
         service, guard = self._service, self._guard
         incarnation = self._incarnation if guard is None else guard.terms.incarnation
         progress = Progress(step, incarnation, 0, service.settings.root, stage, error)
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(service.report, progress)
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(service.report, progress)
 
 
 class _Handlers(dict[type[Message], Callable[[Link, Any], None]]):

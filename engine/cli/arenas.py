@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 MEMORY = Path("/dev/shm")
+KINDS = ("own", "held", "parity")
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySnapshot:
-    """One snapshot of one rank in this node's memory. ``in_use``: a living process owns the arena."""
+    """One snapshot of one rank in this node's memory. ``kind``: "own" of a rank that ran here, "held" for another node,
+    or "parity" over those of several (``rank`` means nothing then). ``in_use``: a living process owns the arena."""
 
     step: int
     incarnation: int
@@ -20,6 +23,7 @@ class MemorySnapshot:
     state: str
     in_use: bool
     path: str
+    kind: str = "own"
 
 
 def directory_of_run(memory: Path, run: str) -> Path:
@@ -55,11 +59,30 @@ def memory_snapshots(directory: Path) -> list[MemorySnapshot]:
         in_use = info.owner is not None and info.owner.alive()
         found += [
             MemorySnapshot(
-                x.step, x.incarnation, info.rank, info.world, x.state.name.lower(), in_use, str(info.path)
+                x.step,
+                x.incarnation,
+                info.rank,
+                info.world,
+                x.state.name.lower(),
+                in_use,
+                str(info.path),
+                info.kind.name.lower(),
             )
             for x in snapshots
         ]
-    return sorted(found, key=lambda x: (x.incarnation, x.step, x.rank))
+    return sorted(found, key=lambda x: (x.incarnation, x.step, KINDS.index(x.kind), x.rank))
+
+
+def ranks_here(snapshots: Sequence[MemorySnapshot]) -> str:
+    """Whose snapshots these are, as text: own ranks, those that are held for other nodes, parity."""
+    told = []
+    for kind in KINDS:
+        ranks = sorted({x.rank for x in snapshots if x.kind == kind})
+        if kind == "parity" and ranks:
+            told.append("parity")
+        elif ranks:
+            told.append(("held " if kind == "held" else "") + ",".join(map(str, ranks)))
+    return "; ".join(told)
 
 
 def _of_user(memory: Path) -> Path:

@@ -38,7 +38,8 @@ def clean_memory(run: str | None, every_run: bool, memory: Path, as_json: bool) 
     """Remove snapshots in shared memory that no living process uses.
 
     A killed run leaves its newest snapshots in memory so that it can go on from them; this gives the memory
-    back, and the run then goes on from disk. What a living process owns or reads is never touched.
+    back, and the run then goes on from disk. What this node held for others, and parity, goes likewise; an agent
+    that still lives owns those. What a living process owns or reads is never touched.
     """
     if every_run == (run is not None):
         raise click.UsageError("name a RUN, or say --all")
@@ -48,9 +49,10 @@ def clean_memory(run: str | None, every_run: bool, memory: Path, as_json: bool) 
         removed: list[dict[str, Any]] = []
         in_use: list[str] = []
         for directory in [directory_of_run(memory, run)] if run else arena_directories(memory):
-            sizes = {str(info.path): info.nbytes for info in find_arenas(directory)}
+            known = {str(info.path): (info.nbytes, info.kind.name.lower()) for info in find_arenas(directory)}
             for path in clean(directory, keep=lambda info: False):
-                removed.append({"path": str(path), "nbytes": sizes.get(str(path), 0)})
+                nbytes, kind = known.get(str(path), (0, "unknown"))
+                removed.append({"path": str(path), "nbytes": nbytes, "kind": kind})
             in_use += [str(info.path) for info in find_arenas(directory)]
             with contextlib.suppress(OSError):
                 directory.rmdir()
@@ -58,6 +60,6 @@ def clean_memory(run: str | None, every_run: bool, memory: Path, as_json: bool) 
 
 
 def _as_text(removed: list[dict[str, Any]], in_use: list[str]) -> str:
-    lines = [f"removed {item['path']} ({human_bytes(item['nbytes'])})" for item in removed]
+    lines = [f"removed {item['path']} ({item['kind']}, {human_bytes(item['nbytes'])})" for item in removed]
     lines += [f"in use, kept: {path}" for path in in_use]
     return "\n".join(lines) or "nothing to remove"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .arenas import MEMORY, MemorySnapshot, directory_of_run, memory_snapshots
+from .arenas import MEMORY, MemorySnapshot, directory_of_run, memory_snapshots, ranks_here
 from .frame import DONE, FAILED, answering, command, human_bytes, json_option, table
 from .survey import Listed, Survey, survey
 
@@ -44,7 +44,8 @@ def ls(run: str, metrics: bool, memory: Path, as_json: bool) -> None:
 
     A checkpoint is "in lineage" if a load may take it: a step that a later resume or rollback went back before is cut
     off, and stays listed until it is pruned.
-    What was begun and never committed is no checkpoint; it is counted below the table.
+    What was begun and never committed is no checkpoint; it is counted below the table. "held" are snapshots that
+    this node keeps for ranks of other nodes.
     """
     with answering(as_json) as answer:
         found = survey(run)
@@ -148,7 +149,7 @@ def _memory_table(found: Survey, snapshots: list[MemorySnapshot]) -> str:
             step,
             incarnation,
             world,
-            ",".join(str(x.rank) for x in some),
+            ranks_here(some),
             "yes" if any(x.in_use for x in some) else "no",
             "yes" if found.counts(incarnation, step) else "no",
         )

@@ -6,10 +6,12 @@ import dataclasses
 import json
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from .arenas import MEMORY, MemorySnapshot, directory_of_run, memory_snapshots, ranks_here
 from .frame import answering, command, human_bytes, json_option, strict_json, table
 from .survey import Listed, Survey, survey
 
@@ -45,8 +47,15 @@ Example:
     "--values", is_flag=True, help="Show the plain values, too: counters, positions, hyper-parameters."
 )
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Whose values.")
+@click.option(
+    "--memory",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=MEMORY,
+    show_default=True,
+    help="Where this node's arenas lie (Memory(path=...)).",
+)
 @json_option
-def show(run: str, step: int | None, values: bool, rank: int, as_json: bool) -> None:
+def show(run: str, step: int | None, values: bool, rank: int, memory: Path, as_json: bool) -> None:
     """Show RUN and its checkpoint of STEP (without it: the newest), with sizes by part and dtype.
 
     Where several incarnations wrote STEP, the one that a load takes is shown.
@@ -55,6 +64,10 @@ def show(run: str, step: int | None, values: bool, rank: int, as_json: bool) -> 
         found = survey(run)
         chosen = _choose(found, step)
         detail = None if chosen is None else _detail(run, found, chosen.manifest, rank if values else None)
+        if chosen is not None and detail is not None:
+            key = chosen.manifest.incarnation, chosen.manifest.step
+            here = memory_snapshots(directory_of_run(memory, run))
+            detail.memory = [x for x in here if (x.incarnation, x.step) == key]
         answer.give(_as_json(found, chosen, detail), lambda: _as_text(found, chosen, detail))
 
 
@@ -91,6 +104,8 @@ class Detail:
     data: dict[int, Any] = field(default_factory=dict)
     """Position in the data by rank, of the first ranks."""
     values: dict[str, Any] | None = None
+    memory: list[MemorySnapshot] = field(default_factory=list)
+    """What this node's memory has of it."""
 
 
 def _detail(run: str, found: Survey, manifest: Manifest, rank: int | None) -> Detail:
@@ -195,6 +210,7 @@ def _as_json(found: Survey, chosen: Listed | None, detail: Detail | None) -> dic
             "nbytes": chosen.nbytes,
             "manifest": dataclasses.asdict(chosen.manifest),
             "parts": detail.by_part,
+            "memory": [dataclasses.asdict(snapshot) for snapshot in detail.memory],
             "data": {str(rank): position for rank, position in detail.data.items()},
             "dtypes": [
                 {"part": part, "dtype": dtype, "tensors": tensors, "nbytes": nbytes}
@@ -261,6 +277,7 @@ def _manifest_text(chosen: Listed, detail: Detail) -> str:
         "size": human_bytes(chosen.nbytes),
         "world": f"{m.world}" + "".join(f", {dim}={size}" for dim, size in m.mesh.items()),
         "parts": ", ".join(f"{part} ({about.get('class', '?')})" for part, about in m.parts.items()),
+        "in memory": _memory_text(detail),
         "data": _data_text(detail, m.world),
         "rng": ", ".join(m.rng) or "none",
         "metrics": ", ".join(f"{key}={value}" for key, value in m.metrics.items()) or "none",
@@ -274,6 +291,11 @@ def _manifest_text(chosen: Listed, detail: Detail) -> str:
         facts["differ"] = m.facts["disagreements"]["text"]
     width = max(map(len, facts))
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in facts.items())
+
+
+def _memory_text(detail: Detail) -> str:
+    told = ranks_here(detail.memory)
+    return f"on this node, of rank(s) {told}" if told else "not on this node"
 
 
 def _data_text(detail: Detail, world: int) -> str:

@@ -66,7 +66,7 @@ class Duty(Protocol):
 
     def protect(self, key: Key, pins: dict[int, Pinned]) -> None:
         """With the pinned and sealed snapshots of all local ranks. Called from one thread, again after it raised.
-        Raises EverstepError or OSError; Closed if there is nothing to do for this duty ever again."""
+        Raises EverstepError or OSError; Closed with ``left`` if there is nothing to do for this duty ever again."""
         ...
 
     def close(self) -> None:
@@ -168,6 +168,8 @@ class Guard:
             self.parity.completed(terms.adopted)
         if parity_bytes := terms.nodes.parity_bytes(terms.me, terms.chunk_bytes):
             self.parity.reserve(parity_bytes, terms.chunk_bytes)
+        if terms.nodes.parity is not None:
+            return  # what is kept besides is small, and no images: its room is made when it comes
         for rank, slot_bytes in terms.nodes.held_by(terms.me):
             self.keeper.reserve(rank, slot_bytes, terms.chunk_bytes)
         for index in terms.nodes.holders()[terms.me]:
@@ -252,6 +254,7 @@ class Guard:
             links = list(self._links)
             self._changed.notify_all()
         self._line.close()
+        self.rate.close()
         self.parity.interrupt()
         for post in self._posts:
             post.duty.close()
@@ -310,7 +313,7 @@ class Guard:
     def _take_offer(self, link: Link, offer: Offer) -> None:
         self.last_work = time.monotonic()
         if self.over:
-            raise Closed("the trainers of this node have left", node=self.terms.name)
+            raise Closed("the trainers of this node have left", node=self.terms.name, left=True)
         self._check_offer(offer)
         self.keeper.receive(link, offer)
         self.last_work = time.monotonic()
@@ -318,7 +321,7 @@ class Guard:
     def _take_parity(self, link: Link, offer: ParityOffer) -> None:
         self.last_work = time.monotonic()
         if self.over:
-            raise Closed("the trainers of this node have left", node=self.terms.name)
+            raise Closed("the trainers of this node have left", node=self.terms.name, left=True)
         self._check_offer(offer)
         self.parity.receive(link, offer)
         self.last_work = time.monotonic()
@@ -380,12 +383,12 @@ class Guard:
                 pause = PAUSE_FIRST_S
             except (SlotGone, ArenaGone):
                 self.pause(PAUSE_FIRST_S)  # reused meanwhile: this node's W has moved on
-            except Closed as error:
-                log.info("node %s: %s", post.duty.name, error)
-                post.over = True
-                self._advance()
             except Exception as error:
                 if self.end.is_set() or self.over:
+                    return
+                if isinstance(error, Closed) and error.fields.get("left"):
+                    log.info("node %s: %s", post.duty.name, error)
+                    post.over = True
                     return
                 self._failed(post, step, error)
                 self.pause(pause)

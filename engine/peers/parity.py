@@ -127,8 +127,9 @@ class ParityDuty:
         """What had moved before the present snapshot."""
 
     def protect(self, key: Key, pins: Mapping[int, Pinned]) -> None:
-        """Returns when the other node holds parity of the snapshot, together with all others'. ``pins`` are those of all this node's ranks. Errors: PeerLost; AgentError where another member did not
-        send in time; what the other node says (MemoryTooSmall, Damaged, StepOrder, ...)."""
+        """Returns when the other node holds parity of the snapshot, with that of all others. ``pins`` are those of all
+        this node's ranks. Errors: PeerLost; AgentError where another member did not send in time; what the other node
+        says (MemoryTooSmall, Damaged, StepOrder, ...)."""
         if key != self._key:
             self._key, self._base = key, self.moved
         records = {rank: self._records(pins[rank]) for rank in self._seats[self._position].ranks}

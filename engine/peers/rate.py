@@ -12,9 +12,9 @@ from .stream import PIECE_BYTES
 
 BUCKET_S = 0.1
 """The bucket holds what the rate gives in this time: the most by which any stretch of time can exceed it."""
-BYTES_PER_S_LEAST = 1 << 20
+BYTES_PER_S_LEAST = 64 << 10
 """A smaller rate, shared by some senders, could not be told from a peer that is stuck."""
-SLICE_BYTES_MIN = 64 << 10
+SLICE_BYTES_MIN = 4 << 10
 
 
 class Rate:

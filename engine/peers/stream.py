@@ -17,7 +17,7 @@ PIECE_BYTES = 4 << 20
 """Bulk bytes are sent and received in pieces of at most this, each with its own deadline."""
 IO_S = 20.0
 """A connection on which nothing moves for so long is lost."""
-BYTES_PER_S_MIN = 64 << 10
+BYTES_PER_S_MIN = 4 << 10
 """A piece that comes slower than this, besides :data:`IO_S`, is not waited for: whoever dribbles is lost too."""
 
 KEEPALIVE_IDLE_S = 10

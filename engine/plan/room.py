@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from everstep.errors import BadOption
 
-from .placement import Node, groups, holders
+from .parity import fit, parity_bytes_max
+from .placement import Node, holders
 
 ArenaBytes = Callable[[int, int], int]
 """(slots, bytes of one slot) -> bytes of the arena's file."""
@@ -22,7 +23,8 @@ class Job:
     """``slot_bytes`` is the room of one slot of a rank's own arena, ``held_bytes`` that of one slot in which another
     node keeps such a snapshot, ``small_bytes`` the same where parity protects its images and only the rest is kept.
     ``device_bytes`` lie beside the tensors of a rank for each device slot. ``growth``: how many times as large the
-    state may become during the run."""
+    state may become during the run. ``parity_spare_chunks`` of each rank, and ``parity_state_bytes``, are reserved with
+    parity for what does not come in whole chunks and for what a slot says of itself."""
 
     nodes: int
     ranks_per_node: int
@@ -38,6 +40,8 @@ class Job:
     device_slots: int = 0
     device_bytes: int = 0
     growth: float = 1.0
+    parity_spare_chunks: int = 0
+    parity_state_bytes: int = 0
     agent_bytes: int = 0
     load_bytes_node: int = 0
     load_bytes_rank: int = 0
@@ -159,24 +163,20 @@ def _small(job: Job) -> int:
     """With parity: of how many ranks the fullest node keeps what is not in the parity."""
     if job.parity is None:
         return 0
-    most = max(len(group) for group in groups(_map(job), sum(job.parity)))
+    most = max(code.n for code in fit(_map(job), *job.parity).codes)
     return min(job.parity[1], most - 1) * job.ranks_per_node
 
 
 def _parity_slot_bytes(job: Job) -> int:
-    """A slot with the parity blocks of one node: m of them, each a part of one node's images."""
+    """A slot with the parity blocks of the node that has most of them. BadOption where there are too few nodes."""
     if job.parity is None:
         return 0
-    m = job.parity[1]
-    least = min(len(group) for group in groups(_map(job), sum(job.parity)))
-    if least <= m:
-        raise BadOption(
-            f"parity={job.parity} needs more than {m} nodes",
-            found=f"{job.nodes} nodes",
-            expected=f"at least {m + 1}",
-        )
-    chunks = -(-job.slot_bytes // job.chunk_bytes) * job.ranks_per_node
-    return _aligned(m * -(-chunks // (least - m)) * job.chunk_bytes + job.small_bytes)
+    of_rank = -(-job.slot_bytes // job.chunk_bytes) + job.parity_spare_chunks
+    chunks = [of_rank * job.ranks_per_node]
+    codes = fit(_map(job), *job.parity).codes
+    return _aligned(
+        max(parity_bytes_max(code, chunks, job.chunk_bytes) for code in codes) + job.parity_state_bytes
+    )
 
 
 def _aligned(nbytes: int) -> int:

@@ -17,6 +17,7 @@ from everstep.format.constants import FORMAT_VERSION, HASH_ID
 from everstep.format.manifest import Manifest, RankRecord, encode_decision
 from everstep.format.records import IncarnationRecord, RunRecord, Writer, encode_incarnation, encode_run
 from everstep.memory.arena import Arena
+from everstep.memory.header import Kind as ArenaKind
 from everstep.memory.process import Process
 from everstep.places import locate
 
@@ -129,19 +130,22 @@ def bare_run(root: Path, *incarnations: IncarnationRecord, manifests: list[Manif
     return root
 
 
-def arena_with_snapshot(memory: Path, root: Path, *, step: int) -> Arena:
+def arena_with_snapshot(
+    memory: Path, root: Path, *, step: int, rank: int = 0, kind: ArenaKind = ArenaKind.OWN
+) -> Arena:
     """An arena of this process, with one snapshot."""
     directory = directory_of_run(memory, str(root))
-    directory.mkdir(parents=True, mode=0o700)
+    directory.mkdir(parents=True, mode=0o700, exist_ok=True)
     place = locate(root)
     arena = Arena.create(
         directory,
         run_key=place.run_key,
         node=place.node,
-        rank=0,
+        rank=rank,
         world=1,
         slot_bytes=1 << 16,
         chunk_bytes=4096,
+        kind=kind,
     )
     arena.take(Process.current(), run_id="ab" * 16, incarnation=1, world=1)
     slot = arena.begin(1, step, complete=None)

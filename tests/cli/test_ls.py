@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from cli_kit import LATER_STEP, MADE_STEPS, arena_with_snapshot, bare_run, everstep, incarnation, manifest
 from everstep.format import names
 from everstep.format.manifest import Tombstone, encode_decision
+from everstep.memory.header import Kind
 
 MANY = 1000
 MANY_CPU_S_MAX = 1.0
@@ -80,6 +82,26 @@ def test_snapshots_in_memory_are_listed(tmp_path: Path) -> None:
         assert "in this node's memory" in everstep("ls", root, "--memory", memory).out
     finally:
         arena.close()
+
+
+def test_what_is_held_for_other_nodes_is_listed_as_such(tmp_path: Path) -> None:
+    root = bare_run(tmp_path / "run", incarnation(1), manifests=[manifest(1, 1)])
+    memory = tmp_path / "memory"
+    with contextlib.ExitStack() as stack:
+        for rank, kind in ((0, Kind.OWN), (3, Kind.HELD), (2, Kind.HELD), (0, Kind.PARITY)):
+            stack.enter_context(arena_with_snapshot(memory, root, step=7, rank=rank, kind=kind))
+        found = everstep("ls", root, "--memory", memory, "--json").json["memory"]
+        assert [(s["kind"], s["rank"]) for s in found] == [
+            ("own", 0),
+            ("held", 2),
+            ("held", 3),
+            ("parity", 0),
+        ]
+        assert "0; held 2,3; parity" in everstep("ls", root, "--memory", memory).out
+        kept = everstep("clean-memory", root, "--memory", memory, "--json").json
+        assert kept["removed"] == [] and len(kept["in_use"]) == 4
+    removed = everstep("clean-memory", root, "--memory", memory, "--json").json["removed"]
+    assert sorted(item["kind"] for item in removed) == ["held", "held", "own", "parity"]
 
 
 def test_looking_makes_nothing(tmp_path: Path) -> None:

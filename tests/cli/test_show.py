@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cli_kit import ADOPTED_STEP, LATER_STEP, bare_run, everstep, incarnation
+from cli_kit import ADOPTED_STEP, LATER_STEP, arena_with_snapshot, bare_run, everstep, incarnation
 from everstep.format import names
+from everstep.memory.header import Kind
 
 
 def test_the_newest_without_a_step(made_run: Path) -> None:
@@ -31,6 +32,15 @@ def test_text_for_people(made_run: Path) -> None:
     assert "loss=0.3333" in out
     assert "torch" in out
     assert "step 2 of 1" in out
+
+
+def test_what_this_nodes_memory_has_of_the_checkpoint(made_run: Path, tmp_path: Path) -> None:
+    assert "in memory   not on this node" in everstep("show", made_run, "3", "--memory", tmp_path).out
+    with arena_with_snapshot(tmp_path, made_run, step=3, rank=5, kind=Kind.HELD):
+        said = everstep("show", made_run, "3", "--memory", tmp_path)
+        assert "in memory   on this node, of rank(s) held 5" in said.out
+        found = everstep("show", made_run, "3", "--memory", tmp_path, "--json").json["checkpoint"]["memory"]
+        assert [(s["kind"], s["rank"]) for s in found] == [("held", 5)]
 
 
 def test_no_such_step_and_no_such_rank(made_run: Path) -> None:

@@ -168,7 +168,8 @@ def test_a_flipped_bit_of_a_copys_holder_is_named_at_the_next_flush(
         ckpt.close(flush=False)
 
     places = [nodes[0], nodes[0], nodes[1], nodes[1]]
-    ends = job.run(places, body, memory=KEPT, agent="process", policy={**AUDITED, "on_disagreement": policy, "keep_last": 9})
+    asked = {**AUDITED, "on_disagreement": policy, "keep_last": 9}
+    ends = job.run(places, body, memory=KEPT, agent="process", policy=asked)
     for (line,) in ends:
         (stored, copied), first, second, third = json.loads(line)
         assert stored // 2 != copied // 2 and first == ["durable"]
@@ -233,7 +234,12 @@ def test_more_copies_than_other_nodes_are_lowered_aloud(root: Path, nodes: list[
 
     places = [nodes[0], nodes[0], nodes[1], nodes[1]]
     memory = everstep.Memory(replicas=3)
-    assert job.run(places, body, memory=memory, agent="process", policy=AUDITED) == [["1 1"], ["0 1"], ["0 1"], ["0 1"]]
+    assert job.run(places, body, memory=memory, agent="process", policy=AUDITED) == [
+        ["1 1"],
+        ["0 1"],
+        ["0 1"],
+        ["0 1"],
+    ]
     check_slots(root, nodes[:2], 1, tensors(1))
     assert locate(root, node=nodes[0]).run_key != locate(root, node=nodes[1]).run_key
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import everstep.agent.client
-import everstep.checkpointer
+import everstep.opened
 import pytest
 from everstep.agent.inline import InlineAgent
 from everstep.memory.directory import find_arenas
@@ -25,9 +25,9 @@ def node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     monkeypatch.setenv("EVERSTEP_NODE", name)
     monkeypatch.setenv("EVERSTEP_RUNTIME_DIR", str(tmp_path / "runtime"))
     yield name
-    for checkpointer in list(everstep.checkpointer._open.values()):
+    for checkpointer in list(everstep.opened._newest.values()):
         with contextlib.suppress(Exception):
-            checkpointer.close(flush=False)
+            checkpointer._close(flush=False, keep=False)
     for directory in (SHM / f"everstep-{os.getuid()}").glob("*"):
         infos = [info for info in find_arenas(directory) if info.node == name]
         for info in infos:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import everstep
 import pytest
 import torch
 from everstep.heartbeat import Heartbeat
@@ -117,6 +118,23 @@ def test_a_session_beats_for_as_long_as_it_lives_through_growth(root: Path) -> N
     with Arena.attach(paths[-1]) as arena:
         assert (arena.last_step() or ((0, 0), 0))[0] == (1, 2)
         assert beats_again(arena)
+    ckpt.close()
+    assert not threads()
+
+
+def test_after_a_rollback_one_heart_beats_for_the_new_incarnation(root: Path) -> None:
+    ckpt = opened(root, policy={**QUICK, "heartbeat_s": BEAT_S})
+    state = everstep.TrainState(n={"n": 0})
+    ckpt.load(state)
+    for step in (1, 2, 3):
+        ckpt.step(step, state)
+    (path,) = [info.path for info in arenas_of(root)]
+    ckpt.rollback(2, reason="a spike", state=state)
+    with Arena.attach(path) as arena:
+        assert beats_again(arena), "the process is still at work"
+        ckpt.step(3, state)
+        until(lambda: len(threads()) == 1, "the end of the former")
+        assert beats_again(arena) and (arena.last_step() or ((0, 0), 0))[0] == (2, 3)
     ckpt.close()
     assert not threads()
 

@@ -14,14 +14,17 @@ from everstep import errors
 from everstep.memory.arena import Arena
 from everstep.memory.directory import find_arenas
 from everstep.memory.header import Kind, aligned
-from everstep.memory.sizes import arena_bytes, estimated_slot_bytes
+from everstep.memory.sizes import arena_bytes, around_bytes, estimated_slot_bytes
 from everstep.peers.keeper import Keeper, with_records
+from everstep.peers.nodemap import IMAGES_PER_RANK, STATE_BYTES, NodeMap, PeerNode
 from everstep.plan.room import Job, Limit, advice, compare, plan, survival
 from everstep.policy import Memory
 from everstep.sizing import MemoryPlan, plan_memory
 from everstep.snapshot.estimate import estimate
 
-from tests.facade.kit import arenas_of, opened
+from tests.facade.kit import arenas_of, opened, until
+from tests.peers.guard_kit import CHUNK as AGENTS_CHUNK
+from tests.peers.guard_kit import Job as Agents
 
 CHUNK = 1 << 16
 
@@ -100,12 +103,46 @@ def test_a_keeper_s_own_arenas(tmp_path: Path) -> None:
 def test_parity_takes_its_part(tmp_path: Path) -> None:
     given = job(nodes=6, parity=(4, 2), slot_bytes=4 << 20)
     room = plan(given, arena)
-    images = 2 * (4 << 20) * 2 // 4
+    images = 2 * -(-2 * (4 << 20) // 4 // CHUNK) * CHUNK
     assert room.node_held == files(tmp_path, (Kind.HELD, 4, 2, given.small_bytes))
-    assert room.node_parity == files(tmp_path, (Kind.PARITY, 1, 2, aligned(images + given.small_bytes)))
+    assert room.node_parity == files(tmp_path, (Kind.PARITY, 1, 2, aligned(images)))
     assert room.node_parity < 0.6 * plan(job(nodes=6, replicas=2, slot_bytes=4 << 20), arena).node_held
     with pytest.raises(errors.BadOption, match="more than 2 nodes"):
         plan(job(nodes=2, parity=(4, 2)), arena)
+
+
+@pytest.mark.parametrize(("nodes", "per_node", "parity"), [(6, 2, (4, 2)), (3, 1, (4, 2)), (7, 3, (2, 1))])
+def test_parity_is_that_of_the_agents_node_map(nodes: int, per_node: int, parity: tuple[int, int]) -> None:
+    given = job(
+        nodes=nodes, ranks_per_node=per_node, parity=parity,
+        parity_spare_chunks=IMAGES_PER_RANK, parity_state_bytes=STATE_BYTES,
+    )  # fmt: skip
+    some = tuple(
+        PeerNode(
+            f"n{at}", "h", 1, "", tuple(range(at * per_node, (at + 1) * per_node)), (1 << 20,) * per_node
+        )
+        for at in range(nodes)
+    )
+    said = NodeMap(some, parity[1], parity)
+    slots = [said.parity_bytes(at, CHUNK) for at in range(nodes)]
+    assert plan(given, arena).node_parity == arena(2, max(slots))
+
+
+def test_what_agents_take_with_parity(tmp_path: Path) -> None:
+    """Of other nodes' ranks they keep what is small: no slots as large as the ranks' own."""
+    nodes = Agents(tmp_path, 3, 1, 1, parity=(2, 1), slot_bytes=4 << 20)
+    try:
+        nodes.open().snapshot(1, 20 * AGENTS_CHUNK)
+        until(lambda: all(rank.complete == 1 for rank in nodes.ranks), "protection")
+        slot = nodes.ranks[0].arena.info.slot_bytes
+        for node in nodes.nodes:
+            (parity,) = find_arenas(node.arenas, Kind.PARITY)
+            assert parity.slot_bytes == nodes.map.parity_bytes(node.index, AGENTS_CHUNK)
+            (held,) = find_arenas(node.arenas, Kind.HELD)
+            around = aligned(around_bytes(1, 100) + with_records(slot, AGENTS_CHUNK) - slot)
+            assert held.slot_bytes <= around < slot / 4
+    finally:
+        nodes.end()
 
 
 def test_the_moments_at_which_there_is_more(tmp_path: Path) -> None:

@@ -53,9 +53,7 @@ class Node:
 
     @property
     def place(self) -> Place:
-        return Place(
-            self.name, str(self.arenas), str(self.runtime), self.domain, self.address, self.netns
-        )
+        return Place(self.name, str(self.arenas), str(self.runtime), self.domain, self.address, self.netns)
 
     def agents(self) -> list[Process]:
         return self.family.agents()
@@ -83,6 +81,16 @@ class Node:
                 if info.path == path:
                     with Arena.attach(path) as arena:
                         found |= {(info.rank, one.incarnation, one.step) for one in arena.snapshots()}
+        return found
+
+    def protected(self) -> tuple[int, int]:
+        """The newest (incarnation, step) that its agent calls protected; (0, 0) if none."""
+        found = (0, 0)
+        for directory in {path.parent for path in self.arenas.rglob("*.arena")}:
+            for info in find_arenas(directory, Kind.OWN):
+                if info.path is not None:
+                    with Arena.attach(info.path) as arena:
+                        found = max(found, arena.protected or found)
         return found
 
 
@@ -152,7 +160,9 @@ class Cluster:
 
     # -- lives
 
-    def start(self, numbers: Sequence[int], *, enter: Callable[[int], str] | None = None, **life: Any) -> Path:
+    def start(
+        self, numbers: Sequence[int], *, enter: Callable[[int], str] | None = None, **life: Any
+    ) -> Path:
         """Launch ranks, one on each node of ``numbers`` (a node may come several times); where they write."""
         self.lives += 1
         self._out = out = self.base / f"life-{self.lives}"
@@ -199,7 +209,8 @@ class Cluster:
         """Until all ranks' calls for ``step`` have returned."""
         self.until(
             lambda: all(
-                lived.newest >= step or lived.error for lived in (Lived.read(self._out, r) for r in range(ranks))
+                lived.newest >= step or lived.error
+                for lived in (Lived.read(self._out, r) for r in range(ranks))
             ),
             f"step {step} on all ranks",
         )

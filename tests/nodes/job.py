@@ -90,6 +90,7 @@ class Life:
     """Say after the load and each step what all ranks hold together."""
     stops: tuple[int, ...] = ()
     save_at: tuple[int, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
     inner: Callable[[int, Life], None] | None = None
     """Called in each rank before it trains: what a test needs there."""
 
@@ -130,7 +131,9 @@ def live(rank: int, world: int, life: Life) -> None:
 
 
 class _Rank:
-    def __init__(self, rank: int, life: Life, training: Training, journal: Journal, caught: list[Any]) -> None:
+    def __init__(
+        self, rank: int, life: Life, training: Training, journal: Journal, caught: list[Any]
+    ) -> None:
         self.rank, self.life, self.training, self.journal, self.caught = rank, life, training, journal, caught
         self.place = life.places[rank]
         self.ckpt: everstep.Checkpointer | None = None
@@ -139,6 +142,7 @@ class _Rank:
         if self.fate is not None and life.numbers.index(self.fate.node) != rank:
             self.fate = None  # the first of the node's ranks is the one that kills it
         os.environ.update(
+            life.environment,
             EVERSTEP_NODE=self.place.name,
             EVERSTEP_RUNTIME_DIR=self.place.runtime,
             EVERSTEP_ADDRESS=self.place.address,

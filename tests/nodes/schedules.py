@@ -72,7 +72,9 @@ def _death(draw: random.Random, places: tuple[int, ...], former: Death | None) -
     node = draw.choice(sorted(set(places)))
     where = draw.choice(("after", "before", "point", "point", "agent", "agent", "load"))
     if where == "load" and (former is None or not former.erased):
-        where = "after"  # there is nothing to load, or another node would be lost before the first is replaced
+        where = (
+            "after"  # there is nothing to load, or another node would be lost before the first is replaced
+        )
     # From the second step of a life on, its first one is protected: before that, a further loss may be one too many.
     steps = draw.randint(2, 5)
     point, count = "", 1
@@ -80,7 +82,9 @@ def _death(draw: random.Random, places: tuple[int, ...], former: Death | None) -
         point, count = draw.choice(POINTS), draw.choice((1, 1, 2))
     elif where == "agent":
         point, count, steps = draw.choice(AGENT_POINTS), draw.randint(2, 9), 6
-        node = former.fate.node if former is not None else node  # it may be at the first step, too early for another
+        node = (
+            former.fate.node if former is not None else node
+        )  # it may be at the first step, too early for another
     elif where == "load" and former is not None:
         node, steps, point = former.fate.node, 0, draw.choice(("pin.locked", "arena.reserve.before"))
     moved = list(places)
@@ -175,7 +179,9 @@ class Run:
         if self.floor is not None:
             for load in loads:
                 if load["step"] < self.floor or load["tier"] != ("memory" if load["step"] else None):
-                    self.problem(f"loaded step {load['step']} ({load['tier']}, {load['skipped']}), not {self.floor}")
+                    self.problem(
+                        f"loaded step {load['step']} ({load['tier']}, {load['skipped']}), not {self.floor}"
+                    )
         elif any(load["step"] for load in loads):
             self.problem("the first life loaded something")
         self.problems += self.cluster.hung

@@ -48,8 +48,14 @@ def test_schedules_are_themselves_and_cover_everything() -> None:
     plans = [Schedule.of(seed) for seed in range(300)]
     assert plans == [Schedule.of(seed) for seed in range(300)]
     deaths = [death for plan in plans for death in plan.deaths]
-    assert {plan.kind for plan in plans} == {"ddp", "fsdp"} and {plan.shape for plan in plans} == {"4x1", "2x2"}
-    assert {plan.copy for plan in plans} == {"eager", "overlap"} and {plan.replicas for plan in plans} == {1, 2}
+    assert {plan.kind for plan in plans} == {"ddp", "fsdp"} and {plan.shape for plan in plans} == {
+        "4x1",
+        "2x2",
+    }
+    assert {plan.copy for plan in plans} == {"eager", "overlap"} and {plan.replicas for plan in plans} == {
+        1,
+        2,
+    }
     assert {death.fate.where for death in deaths} == {"after", "before", "point", "agent", "load"}
     assert {death.fate.point for death in deaths} >= {*POINTS, *AGENT_POINTS}
     assert {death.fate.node for death in deaths} == {0, 1, 2, 3}

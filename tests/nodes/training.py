@@ -86,7 +86,9 @@ class Training:
         """Of what must be the same in the end, leaf by leaf; DTensors by their local parts."""
         model = getattr(self.model, "module", self.model).state_dict()
         held = {"model": model, "optimizer": self.optimizer.state_dict(), "table": self.rows}
-        return fingerprints(_local({**held, "scheduler": self.scheduler.state_dict(), "rng": torch.get_rng_state()}))
+        return fingerprints(
+            _local({**held, "scheduler": self.scheduler.state_dict(), "rng": torch.get_rng_state()})
+        )
 
     @torch.no_grad()
     def whole(self) -> str:
@@ -95,7 +97,10 @@ class Training:
         parameters = dict(getattr(self.model, "module", self.model).named_parameters())
         for name in sorted(parameters):
             moments = self.optimizer.state.get(parameters[name], {})
-            for one in (parameters[name], *(moments[key] for key in ("exp_avg", "exp_avg_sq") if key in moments)):
+            for one in (
+                parameters[name],
+                *(moments[key] for key in ("exp_avg", "exp_avg_sq") if key in moments),
+            ):
                 full = one.full_tensor() if hasattr(one, "full_tensor") else one.detach()
                 digest.update(full.contiguous().view(torch.uint8).numpy().tobytes())
         parts: list[Any] = [None] * dist.get_world_size()

@@ -70,7 +70,9 @@ def check(job: Job, step: int) -> None:
                             assert pin.sealed() == pin.compute()
                             said = decode_described(bytes(pin.view("state")), "slot")
                             known |= {at: own for at, own in enumerate(said.images) if at != said.position}
-                            found[said.position] = {n: bytes(pin.view(n)) for n in pin.regions if n != "state"}
+                            found[said.position] = {
+                                n: bytes(pin.view(n)) for n in pin.regions if n != "state"
+                            }
     seats = said.seats
     group = group_of(seats, said.m, CHUNK, [known[at] for at in range(len(seats))])
     assert len(images) == sum(len(member.images) for member in group.members)
@@ -82,7 +84,9 @@ def check(job: Job, step: int) -> None:
 
 
 @pytest.mark.parametrize(("nodes", "per_node", "parity"), [(3, 1, (2, 1)), (4, 2, (2, 2)), (2, 1, (3, 1))])
-def test_w_is_what_parity_was_made_of(start: Start, nodes: int, per_node: int, parity: tuple[int, int]) -> None:
+def test_w_is_what_parity_was_made_of(
+    start: Start, nodes: int, per_node: int, parity: tuple[int, int]
+) -> None:
     job = start(nodes, per_node, parity[1], parity=parity)
     for step in (3, 4, 7):
         job.snapshot(step, NBYTES)

@@ -112,9 +112,9 @@ class Holder:
             "127.0.0.1", 0, SECRET, run_id, {Offer: self.keeper.receive}, me="holder", io_s=io_s
         )
 
-    def link(self, port: int | None = None, *, io_s: float = SOON_S) -> Link:
+    def link(self, port: int | None = None, *, io_s: float = SOON_S, run_id: str = RUN) -> Link:
         at = self.listener.port if port is None else port
-        return connect("127.0.0.1", at, SECRET, RUN, me="owner", timeout_s=SOON_S, io_s=io_s)
+        return connect("127.0.0.1", at, SECRET, run_id, me="owner", timeout_s=SOON_S, io_s=io_s)
 
     def close(self) -> None:
         self.keeper.close()

@@ -117,7 +117,7 @@ def test_a_node_without_an_agent_holds_nobody_up(start: Start) -> None:
         job.await_complete(step)
     until(lambda: "protected" in rank.stages(), "word that it is back")
     until(lambda: {one.protected for one in job.ranks} == {6}, "protection of the newest step")
-    assert job.nodes[0].status()["unprotected"] == []
+    until(lambda: job.nodes[0].status()["unprotected"] == [], "the hub's word that nobody is missing")
 
 
 def test_the_hub_is_killed(start: Start) -> None:
@@ -319,7 +319,9 @@ def test_a_network_that_refuses_is_told_once_each_time(tmp_path: Path) -> None:
             job.proxy.cut()
             job.snapshot(step)
             job.await_complete(step)
-            until(lambda step=step: rank.stages().count("unprotected") == step - 1, "the word that it is gone")
+            until(
+                lambda step=step: rank.stages().count("unprotected") == step - 1, "the word that it is gone"
+            )
             assert rank.stages().count("peer_failed") == step - 1
             job.proxy.refusing = False
             until(lambda step=step: rank.stages().count("protected") == step - 1, "the word that it is back")

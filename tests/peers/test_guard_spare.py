@@ -30,7 +30,16 @@ class Process:
         given = {"EVERSTEP_RUNTIME_DIR": str(base / "runtime"), "EVERSTEP_ADDRESS": "127.0.0.1", **env}
         command = "from everstep.cli.main import main; main()"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", command, "spare", str(base / "run"), "--memory", str(self.memory), *options],
+            [
+                sys.executable,
+                "-c",
+                command,
+                "spare",
+                str(base / "run"),
+                "--memory",
+                str(self.memory),
+                *options,
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -87,7 +96,9 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         one.end()
 
 
-def test_a_spare_node_keeps_what_all_others_send(job: Callable[..., Job], spare: Spare, tmp_path: Path) -> None:
+def test_a_spare_node_keeps_what_all_others_send(
+    job: Callable[..., Job], spare: Spare, tmp_path: Path
+) -> None:
     """It waits for the run, keeps through the next incarnation, and leaves what it has when it is told to end."""
     keeps = spare(EVERSTEP_SECRET=SECRET.decode())
     assert keeps.process.poll() is None
@@ -111,7 +122,10 @@ def test_a_spare_node_keeps_what_all_others_send(job: Callable[..., Job], spare:
     assert again.address() == started.spares[0]
     started.snapshot(7)
     started.await_complete(7)
-    until(lambda: {rank.protected for rank in started.ranks} == {7}, "protection by the spare node that came back")
+    until(
+        lambda: {rank.protected for rank in started.ranks} == {7},
+        "protection by the spare node that came back",
+    )
     assert again.end(signal.SIGINT)[0] == 0
     assert {(2, 7)} <= again.held()[0]
 
@@ -133,7 +147,9 @@ def test_ranks_of_a_smaller_job_leave_no_room_behind(job: Callable[..., Job], sp
     until(lambda: set(keeps.held()) == {0, 1}, "the end of what is not needed any more")
 
 
-def test_a_spare_node_without_memory_is_told_before_the_first_step(job: Callable[..., Job], spare: Spare) -> None:
+def test_a_spare_node_without_memory_is_told_before_the_first_step(
+    job: Callable[..., Job], spare: Spare
+) -> None:
     started = job(told_bytes=1 << 50)
     keeps = spare(EVERSTEP_SECRET=SECRET.decode())
     started.spares = (keeps.address(),)

@@ -364,11 +364,15 @@ def test_what_is_not_sealed_was_never_kept(holder: Make, owner: Own, directory: 
 def test_what_another_run_left_goes(holder: Make, owner: Own, directory: Path) -> None:
     first, rank = holder(run_id=RUN), owner()
     with first.link() as link:
-        send(link, rank.write(1))
+        send(link, rank.write(1, incarnation=5))
     first.close()
     second = holder(run_id="run-2")
     second.keeper.reserve(0, CHUNK, CHUNK)
     assert len(arenas(directory)) == 1 and not held(directory)
+    other = owner(0)  # of the new run, which is at its first incarnation
+    with second.link(run_id="run-2") as link:
+        send(link, other.write(1), run_id="run-2")
+    assert list(held(directory)) == [(1, 1)]
 
 
 def test_what_is_not_sent_any_more_is_dropped(holder: Make, owner: Own, directory: Path) -> None:

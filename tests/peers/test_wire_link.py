@@ -132,7 +132,12 @@ def test_one_thread_sends_while_another_receives() -> None:
 
 def test_names_of_both_sides_are_known() -> None:
     names = []
-    handlers = {Need: lambda link, message: (names.append(link.peer), link.send(message))}
+
+    def note(link: Link, message: Need) -> None:
+        names.append(link.peer)
+        link.send(message)
+
+    handlers = {Need: note}
     with listening(handlers=handlers) as there, linked(there) as link:
         link.send(Need([]))
         link.receive(SOON_S)
