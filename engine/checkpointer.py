@@ -460,6 +460,7 @@ class Checkpointer:
         ranks, tier = self._meet()
         mesh = self._mesh or {"data": ranks.world}
         _check_mesh(mesh, ranks.world)
+        self._compare_nodes(ranks, tier)  # what does not fit together is said before anything is written
 
         def begin() -> list[bytes]:
             run, record = begin_incarnation(

@@ -19,6 +19,7 @@ from everstep.format.layout import Layout
 from everstep.format.names import copied_from, copy_region, shared_with
 from everstep.memory.arena import Arena
 from everstep.memory.directory import find_arenas
+from everstep.memory.header import Kind
 from everstep.plan.placement import holders, node_map
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -56,7 +57,7 @@ def slots(root: Path, nodes: Sequence[str], step: int) -> dict[int, Slot]:
     """By rank."""
     found = {}
     for node in dict.fromkeys(nodes):
-        for info in find_arenas(directory_of(root, node)):
+        for info in find_arenas(directory_of(root, node), Kind.OWN):
             assert info.path is not None
             with Arena.attach(info.path) as arena:
                 for one in arena.snapshots():
@@ -118,7 +119,7 @@ def run(
         threading.Event().wait(WAIT_S)
 
     memory = everstep.Memory(replicas=copies)
-    for rank in job.start(places, body, memory=memory, policy=AUDITED):
+    for rank in job.start(places, body, memory=memory, agent="process", policy=AUDITED):
         assert rank.line() == "durable" and rank.line() == "there"
     job.kill()
     first, second = (check_shared(root, places, step, copies) for step in (1, 2))
@@ -174,7 +175,7 @@ def check_loads(root: Path, job: Job, worlds: Sequence[Sequence[str]], step: int
         say(found, ckpt.recovery.tier, same)
 
     for places in worlds:
-        ends = job.run(places, body, memory=everstep.Memory(replicas=1), policy=AUDITED)
+        ends = job.run(places, body, memory=everstep.Memory(replicas=1), agent="process", policy=AUDITED)
         assert ends == [[f"{step} {tier} True"]] * len(places)
 
 

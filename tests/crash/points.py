@@ -111,7 +111,19 @@ KILLS = [
     Kill("rotate.deleted.decisions", REMOVED, (4, 6)),
 ]
 
-ELSEWHERE = {"rotate.deleted.tombstone": "a tombstone stays for an hour: tests/store/test_crash.py"}
+_PEERS = "between agents of several nodes: tests/peers and tests/nodes"
+ELSEWHERE = {
+    "rotate.deleted.tombstone": "a tombstone stays for an hour: tests/store/test_crash.py",
+    "keeper.begun": _PEERS,
+    "keeper.grown": _PEERS,
+    "keeper.kept.before": _PEERS,
+    "keeper.outgrown": _PEERS,
+    "keeper.piece": _PEERS,
+    "keeper.sealed": _PEERS,
+    "peers.offered": _PEERS,
+    "peers.sending": _PEERS,
+    "peers.sent.before": _PEERS,
+}
 """Points that this run does not reach, and where they are tested."""
 
 
