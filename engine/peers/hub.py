@@ -23,6 +23,8 @@ log = logging.getLogger("everstep.peers")
 NO_STEP = -1
 BEAT_S = 1.0
 """How often both sides say what stands, though nothing changed."""
+QUIET_S = 3 * BEAT_S
+"""An agent that has said nothing for so long counts as not connected, from its last word on."""
 SILENT_S = 10.0
 """An agent, or a hub, that has said nothing for so long is cut off."""
 
@@ -39,6 +41,7 @@ class _Node:
     name: str
     since: float
     connected: bool = False
+    heard: float = 0.0
     valid: int = NO_STEP
     protected: int = NO_STEP
     moved: int = 0
@@ -89,7 +92,7 @@ class Tally:
         node, now = self._nodes[index], self._clock()
         owed, step = node.owes, node.protected
         progress = standing.protected > node.protected or standing.moved > node.moved
-        node.connected = True
+        node.connected, node.heard = True, now
         node.valid = max(node.valid, standing.valid)
         node.protected = max(node.protected, standing.protected)
         node.moved = max(node.moved, standing.moved)
@@ -105,16 +108,21 @@ class Tally:
 
     def lost(self, index: int) -> None:
         """Its connection ended."""
-        node = self._nodes[index]
+        self._lose(self._nodes[index], self._clock())
+
+    @staticmethod
+    def _lose(node: _Node, when: float) -> None:
         if node.connected:
             if not node.owes:
-                node.since = node.began = self._clock()
+                node.since = node.began = when
             node.connected = False
 
     def look(self) -> list[Change]:
         """Take time into account, and bring :attr:`complete` up to date."""
         now = self._clock()
         for node in self._nodes:
+            if now - node.heard >= QUIET_S:
+                self._lose(node, node.heard)
             late = now - node.since >= self._timeout_s
             late = late or (node.began is not None and now - node.began >= self._limit_s)
             if node.owes and late:

@@ -31,6 +31,9 @@ read. With
 PIECE_BYTES = 8 << 20
 """One read of a durable tier; one chunk where chunks are larger."""
 
+HOT_BYTES = 1 << 20
+"""Hashed and then copied at once (whole chunks): what a core's cache holds."""
+
 LARGE_COPY_BYTES = 64 << 10
 """From here on a copy is worth giving up the interpreter lock for."""
 
@@ -256,10 +259,16 @@ def _pieces(images: Sequence[Image], piece_bytes: int) -> Iterator[_Piece]:
 
 
 def _with_reads(image: Image, spans: Sequence[Range]) -> Iterator[_Piece]:
-    """Pieces with what they serve; a read over several pieces is clipped to each of them."""
+    """Pieces with what they serve."""
+    for (start, stop), some in zip(spans, _dealt(image.reads, spans), strict=True):
+        yield _Piece(image.holders, image.rank, image.name, image.record, start, stop - start, some)
+
+
+def _dealt(reads: Sequence[Read], spans: Sequence[Range]) -> list[list[Read]]:
+    """The reads by span; one over several spans is clipped to each of them."""
     starts = [start for start, _ in spans]
     served: list[list[Read]] = [[] for _ in spans]
-    for read in image.reads:
+    for read in reads:
         if not read.nbytes:
             continue
         index = bisect_right(starts, read.image_offset) - 1
@@ -270,8 +279,7 @@ def _with_reads(image: Image, spans: Sequence[Range]) -> Iterator[_Piece]:
         while index < len(spans) and starts[index] < end:
             served[index] += clip(read, *spans[index])
             index += 1
-    for (start, stop), some in zip(spans, served, strict=True):
-        yield _Piece(image.holders, image.rank, image.name, image.record, start, stop - start, some)
+    return served
 
 
 async def _work(
@@ -393,20 +401,27 @@ def _nbytes_of(bad: Sequence[tuple[int, bytes]], piece: _Piece) -> int:
     return sum(min(chunk_bytes, piece.record.nbytes - index * chunk_bytes) for index, _ in bad)
 
 
-def _verify_and_copy(
-    piece: _Piece, view: memoryview, targets: Mapping[int, memoryview]
-) -> list[tuple[int, bytes]]:
-    """Copy the piece's bytes if every chunk is right; else copy nothing and return the bad chunks."""
-    source = piece.holders[0]
-    bad = bad_chunks(view, piece.offset // source.chunk_bytes, piece.record, source.chunk_bytes)
-    if not bad:
-        _copy(piece, view, targets)
+def _verify_and_copy(piece: _Piece, view: memoryview, targets: Mapping[int, memoryview]) -> Bad:
+    """Copy the piece's bytes, a little at a time, each right after it was hashed, while it is in the cache. Returns the
+    bad chunks; nothing of these is copied."""
+    chunk_bytes = piece.holders[0].chunk_bytes
+    step = max(HOT_BYTES // chunk_bytes, 1) * chunk_bytes
+    end = piece.offset + piece.nbytes
+    spans = [(at, min(at + step, end)) for at in range(piece.offset, end, step)]
+    bad: Bad = []
+    for (start, stop), reads in zip(spans, _dealt(piece.reads, spans), strict=True):
+        part = view[start - piece.offset : stop - piece.offset]
+        found = bad_chunks(part, start // chunk_bytes, piece.record, chunk_bytes)
+        bad += found
+        if not found:
+            _copy(reads, start, part, targets)
     return bad
 
 
-def _copy(piece: _Piece, view: memoryview, targets: Mapping[int, memoryview]) -> None:
-    for index, _, _, offset, nbytes, dest, count, image_stride, dest_stride in piece.reads:
-        start = offset - piece.offset
+def _copy(reads: Sequence[Read], at: int, view: memoryview, targets: Mapping[int, memoryview]) -> None:
+    """Do ``reads`` from ``view``, which begins at ``at`` of the image."""
+    for index, _, _, offset, nbytes, dest, count, image_stride, dest_stride in reads:
+        start = offset - at
         if count > 1:
             strides = image_stride, dest_stride
             _copy_runs(targets[index][dest:], view[start:], nbytes, count, strides)
@@ -459,7 +474,7 @@ async def _repair(
         if repair.missing:
             await repair.ask(other)
     repair.tell(report)
-    await asyncio.get_running_loop().run_in_executor(pool, _copy, piece, repair.view, targets)
+    await _in(pool, _copy, piece.reads, piece.offset, repair.view, targets)
 
 
 class _Repair:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from everstep.errors import from_wire
-from everstep.peers.hub import NO_STEP, Tally
+from everstep.peers.hub import NO_STEP, QUIET_S, Tally
 from everstep.peers.messages import Standing
 
 TIMEOUT_S = 10.0
@@ -27,19 +27,32 @@ class Nodes:
     def __init__(self, count: int, complete: int = NO_STEP) -> None:
         self.clock = Clock()
         self.names = [f"n{index}" for index in range(count)]
+        self.said: dict[int, Standing] = {}
+        """What the nodes that are connected repeat each second."""
         self.tally = Tally(
             self.names, timeout_s=TIMEOUT_S, limit_s=LIMIT_S, complete=complete, clock=self.clock
         )
 
     def say(self, index: int, valid: int, protected: int, moved: int = 0, error: str | None = None) -> None:
         wire = {"type": "PeerLost", "message": error} if error else None
-        self.tally.heard(index, Standing(self.names[index], 1, valid, protected, moved, wire))
+        self.said[index] = Standing(self.names[index], 1, valid, protected, moved, wire)
+        self.tally.heard(index, self.said[index])
+
+    def lose(self, index: int) -> None:
+        self.said.pop(index, None)
+        self.tally.lost(index)
 
     def look(self, seconds: float = 0.0) -> tuple[int, list[tuple[str, bool]]]:
-        """W, and whose protection went (False) or came back (True)."""
-        self.clock.now += seconds
-        changes = [(change.node, change.error is None) for change in self.tally.look()]
-        return self.tally.complete, changes
+        """W after that time, and whose protection went (False) or came back (True)."""
+        changes = []
+        until = self.clock.now + seconds
+        while True:
+            changes += [(change.node, change.error is None) for change in self.tally.look()]
+            if self.clock.now >= until:
+                return self.tally.complete, changes
+            self.clock.now = min(until, self.clock.now + 1.0)
+            for index, standing in self.said.items():
+                self.tally.heard(index, standing)
 
 
 def test_w_is_the_newest_step_that_all_protect() -> None:
@@ -94,11 +107,10 @@ def test_a_step_may_not_take_longer_than_the_limit() -> None:
         nodes.say(index, 1, 1)
     nodes.say(0, 2, 2)
     seconds, moved = 0.0, 0
-    while nodes.look()[0] == 1:
+    while nodes.look(5)[0] == 1:
         moved += 1
         nodes.say(1, 2, 1, moved)
         seconds += 5
-        nodes.clock.now += 5
         assert seconds <= LIMIT_S + 5
     assert seconds >= LIMIT_S
 
@@ -124,7 +136,7 @@ def test_an_unheard_node_does_not_count_until_it_is_back() -> None:
     for index in range(2):
         nodes.say(index, 1, 1)
     nodes.look()
-    nodes.tally.lost(1)
+    nodes.lose(1)
     nodes.say(0, 2, 2)
     assert nodes.look(TIMEOUT_S - 1) == (1, [])
     assert nodes.look(1) == (2, [("n1", False)])
@@ -139,9 +151,21 @@ def test_a_short_loss_of_a_connection_is_not_told() -> None:
     for index in range(2):
         nodes.say(index, 1, 1)
     for _ in range(5):
-        nodes.tally.lost(1)
+        nodes.lose(1)
         assert nodes.look(TIMEOUT_S / 2) == (1, [])
         nodes.say(1, 1, 1)
+
+
+def test_who_falls_silent_is_lost_from_its_last_word_on() -> None:
+    nodes = Nodes(2)
+    for index in range(2):
+        nodes.say(index, 1, 1)
+    nodes.look(5)
+    del nodes.said[1]  # its connection stands, as that of a stopped process does
+    nodes.say(0, 2, 2)
+    assert nodes.look(QUIET_S + 1) == (1, [])
+    assert nodes.look(TIMEOUT_S - QUIET_S - 2) == (1, [])
+    assert nodes.look(1) == (2, [("n1", False)])
 
 
 def test_nobody_is_late_while_training_pauses() -> None:
@@ -168,7 +192,7 @@ def test_w_never_goes_back_nor_beyond_what_is_counted(seed: int) -> None:
             case 1 | 2:
                 protected[index] = min(valid[index], protected[index] + rng.randrange(3))
             case 3:
-                nodes.tally.lost(index)
+                nodes.lose(index)
             case _:
                 nodes.clock.now += rng.choice([0.1, 1.0, TIMEOUT_S])
         nodes.say(index, valid[index], protected[index])
