@@ -30,7 +30,10 @@ def command(
 ) -> Callable[..., click.Command]:
     """A command whose help ends with ``epilog``: its exit codes and an example, lines kept as they are."""
     return click.command(
-        name, cls=cls, epilog="\b\n" + epilog, context_settings={"help_option_names": ["-h", "--help"]}
+        name,
+        cls=cls,
+        epilog="\b\n" + epilog.replace("\n\n", "\n\n\b\n"),
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
 
 
