@@ -27,7 +27,7 @@ from .format.records import (
     encode_incarnation,
     encode_run,
 )
-from .guarding import Protection, domain_of
+from .guarding import Protection, domain_of, reachable
 from .handles import SaveHandle
 from .loading import Loader, Recovery
 from .memory.arena import Arena
@@ -424,6 +424,8 @@ class Checkpointer:
                     found={rank: one[at] for rank, one in enumerate(told)},
                     expected="the same on all ranks",
                 )
+        if memory is not None and memory.spares:
+            memory = replace(memory, spares=self._spares(ranks, memory.spares))
         nodes = [one[0] for one in told]
         wanted = memory.copies if memory is not None else 0
         others = len(set(nodes)) - 1 + len(memory.spares if memory is not None else ())
@@ -444,6 +446,20 @@ class Checkpointer:
             self._protection = Protection(memory, nodes, self._copies, domains)
             self._protection.check_agent(self._agent)
             self._holders = self._protection.holders()
+
+    def _spares(self, ranks: Ranks, given: Sequence[str]) -> tuple[str, ...]:
+        """Those that are there, as rank 0 finds them."""
+        found, problems = ranks.from_first(
+            "looking for spare nodes", lambda: reachable(given), timeout_s=self._policy.rank_timeout_s
+        )
+        if problems and ranks.rank == 0:
+            told = "; ".join(problems)
+            warnings.warn(
+                f"everstep: spare nodes cannot be reached, and keep nothing: {told}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return tuple(found)
 
     def _writing(self, state: TrainState | Mapping[str, Any]) -> Session:
         self._check_usable()

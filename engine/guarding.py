@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from .policy import Memory, Policy
 from .ranks import Ranks
 
 DOMAIN = "EVERSTEP_DOMAIN"
+SPARE_S = 5.0
+"""How long a spare node may take to answer when the job looks for it."""
 SHARE = 0.5
 """The part of the wait for a slot that protection may take: training must go on without it before that ends."""
 
@@ -57,6 +60,20 @@ class Protection:
                 found='agent="inline"',
                 expected='agent="process"',
             )
+
+
+def reachable(spares: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Which of the spare nodes' addresses answer, and what is wrong with the others. A spare node that is down must not
+    keep a job from starting again."""
+    found, problems = [], []
+    for spare in spares:
+        host, _, port = spare.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), SPARE_S).close()
+            found.append(spare)
+        except OSError as error:
+            problems.append(f"{spare}: {error}")
+    return found, problems
 
 
 def begin_protection(

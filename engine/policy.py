@@ -13,6 +13,8 @@ from .plan.schedule import parse_every
 SHARED_MEMORY = Path("/dev/shm")
 SLOTS_MIN = 3
 SLOTS_MAX = 64
+REPLICA_RATE_MIN = 64 << 10
+"""A slower sender could not be told from one that hangs."""
 PARITY_NODES_MAX = 32
 """Nodes in one parity group: each of them is read when one is rebuilt."""
 
@@ -80,8 +82,12 @@ class Memory:
         if self.domain is not None and not isinstance(self.domain, str):
             raise BadOption("Memory(domain=) must be a text", found=repr(self.domain))
         rate = self.replica_rate_bytes_per_s
-        if rate is not None and (not _is_number(rate) or rate <= 0):
-            raise BadOption("Memory(replica_rate_bytes_per_s=) must be a number above 0", found=repr(rate))
+        if rate is not None and (not _is_number(rate) or rate < REPLICA_RATE_MIN):
+            raise BadOption(
+                "Memory(replica_rate_bytes_per_s=) is too low",
+                found=repr(rate),
+                expected=f"at least {REPLICA_RATE_MIN} bytes per second",
+            )
         if not _is_number(self.replica_timeout_s) or not 0 < self.replica_timeout_s < float("inf"):
             raise BadOption(
                 "Memory(replica_timeout_s=) must be a positive, finite number of seconds",

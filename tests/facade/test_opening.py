@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -463,3 +464,42 @@ def test_data_loaders_with_forked_workers_beside_it(root: Path, agent: str) -> N
     ckpt.save(16, {"n": 16}).wait()
     ckpt.close()
     assert everstep.load(root)["n"] == 16
+
+
+def test_a_spare_node_that_is_down_keeps_no_job_from_starting(root: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        memory = everstep.Memory(replicas=1, spares=[address])  # type: ignore[arg-type]
+        ckpt = opened(root, memory=memory, agent="process", policy={"linger_s": 0.5})
+        with pytest.warns(RuntimeWarning, match=f"cannot be reached, and keep nothing: {address}"):
+            ckpt.load({"n": 0})
+        ckpt.step(1, {"n": 1})
+        assert ckpt.status()["guarded"] is False
+        ckpt.close()
+    assert steps_on_disk(root) == [1]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"replicas": 1, "parity": (2, 1)},
+        {"parity": (0, 1)},
+        {"parity": (2, 1, 1)},
+        {"parity": (True, 1)},
+        {"parity": (30, 3)},
+        {"spares": ["host:1"]},
+        {"replicas": 1, "spares": "host:1"},
+        {"replicas": 1, "spares": ["host"]},
+        {"replicas": 1, "spares": ["host:99999"]},
+        {"replicas": 1, "replica_rate_bytes_per_s": 1000},
+        {"replicas": 1, "replica_timeout_s": 0},
+        {"replicas": 1, "domain": 7},
+        {"device_slots": 2},
+        {"device_slots": True},
+    ],
+    ids=str,
+)
+def test_wrong_wishes_of_memory_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(errors.BadOption):
+        everstep.Memory(**wrong)  # type: ignore[arg-type]
