@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from . import opened
+from .agent.asking import ask_status
 from .agent.client import HeldArena, fetch_arenas
 from .backends.api import Backend
 from .backends.open import open_backend
@@ -27,7 +28,7 @@ from .format.records import (
     encode_incarnation,
     encode_run,
 )
-from .guarding import Protection, domain_of, reachable
+from .guarding import Protection, domain_of, elsewhere, reachable
 from .handles import SaveHandle
 from .loading import Loader, Recovery
 from .memory.arena import Arena
@@ -416,7 +417,13 @@ class Checkpointer:
         here = node_of(self._place.node, tier.directory) if memory is not None else self._place.node
         wished = [memory.replicas, memory.parity, memory.spares] if memory is not None else [0, None, ()]
         domain = domain_of(memory) if memory is not None else ""
-        told = ranks.agree("comparing nodes", [here, *wished, domain], timeout_s=self._policy.rank_timeout_s)
+        mine = [
+            here,
+            *wished,
+            domain,
+            self._agents_address() if memory is not None and memory.spares else None,
+        ]
+        told = ranks.agree("comparing nodes", mine, timeout_s=self._policy.rank_timeout_s)
         for at, name in enumerate(("replicas", "parity", "spares"), 1):
             if any(one[at] != told[0][at] for one in told):
                 raise BadOption(
@@ -425,7 +432,8 @@ class Checkpointer:
                     expected="the same on all ranks",
                 )
         if memory is not None and memory.spares:
-            memory = replace(memory, spares=self._spares(ranks, memory.spares))
+            spares = elsewhere(memory.spares, [one[5] for one in told if one[5]])
+            memory = replace(memory, spares=self._spares(ranks, spares))
         nodes = [one[0] for one in told]
         wanted = memory.copies if memory is not None else 0
         others = len(set(nodes)) - 1 + len(memory.spares if memory is not None else ())
@@ -447,10 +455,26 @@ class Checkpointer:
             self._protection.check_agent(self._agent)
             self._holders = self._protection.holders()
 
+    def _agents_address(self) -> str | None:
+        """Where the agent that this node has already, a spare node's perhaps, listens to others."""
+        with contextlib.suppress(EverstepError):
+            run = find_run(self._backend)
+            if run is not None and self._agent == "process":
+                said = (
+                    ask_status(agent_settings(self._place, self._policy, run.run_id, run.chunk_bytes)) or {}
+                )
+                return (said.get("guard") or {}).get("address")
+        return None
+
     def _spares(self, ranks: Ranks, given: Sequence[str]) -> tuple[str, ...]:
         """Those that are there, as rank 0 finds them."""
+
+        def look() -> Any:
+            # A spare node listens once there is a run: of a new one they are expected to come.
+            return reachable(given) if find_run(self._backend) is not None else (list(given), [])
+
         found, problems = ranks.from_first(
-            "looking for spare nodes", lambda: reachable(given), timeout_s=self._policy.rank_timeout_s
+            "looking for spare nodes", look, timeout_s=self._policy.rank_timeout_s
         )
         if problems and ranks.rank == 0:
             told = "; ".join(problems)

@@ -3,10 +3,11 @@ node's agent has the memory that it needs, before the first step; or all ranks h
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,20 @@ def reachable(spares: Sequence[str]) -> tuple[list[str], list[str]]:
         except OSError as error:
             problems.append(f"{spare}: {error}")
     return found, problems
+
+
+def elsewhere(spares: Sequence[str], here: Collection[str]) -> list[str]:
+    """The spare nodes' addresses without those at which agents of nodes that have ranks listen: ranks were started on a
+    spare node, which is none any more."""
+    taken = {_resolved(address) for address in here}
+    return [spare for spare in spares if _resolved(spare) not in taken]
+
+
+def _resolved(address: str) -> tuple[str, str]:
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError):
+        return socket.gethostbyname(host.strip("[]")), port
+    return host, port
 
 
 def begin_protection(

@@ -16,7 +16,7 @@ from .agent.values import AgentSettings, Hello
 from .auditing import Auditor
 from .config import plain_metrics
 from .decisions import Decisions
-from .errors import EverstepError, ReplicasDiffer, StepOrder
+from .errors import AgentError, EverstepError, ReplicasDiffer, StepOrder
 from .format.records import IncarnationRecord, RunRecord
 from .guarding import Protection, begin_protection
 from .handles import SaveHandle
@@ -191,7 +191,12 @@ class Session:
 
     def status(self) -> dict[str, Any]:
         complete, protected = self._tier.complete(), self._tier.arena.protected
-        agent = self._client.status()
+        try:
+            agent = self._client.status()
+        except (
+            AgentError
+        ) as error:  # who only looks must not fail because the agent is slow, or is just being started
+            agent = {"error": str(error)}
         return {
             "incarnation": self._record.number,
             "newest_complete_in_memory": complete[1] if complete else None,
@@ -199,7 +204,7 @@ class Session:
             "guarded": self._tier.guarded,
             "newest_durable": self.outcomes.newest_durable,
             "unfinished": self.outcomes.unfinished(),
-            "peers": agent["guard"],
+            "peers": agent.get("guard"),
             "agent": agent,
         }
 

@@ -470,14 +470,15 @@ def test_a_spare_node_that_is_down_keeps_no_job_from_starting(root: Path) -> Non
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
         address = f"127.0.0.1:{taken.getsockname()[1]}"
+        one_step_run(root)
         memory = everstep.Memory(replicas=1, spares=[address])  # type: ignore[arg-type]
         ckpt = opened(root, memory=memory, agent="process", policy={"linger_s": 0.5})
         with pytest.warns(RuntimeWarning, match=f"cannot be reached, and keep nothing: {address}"):
             ckpt.load({"n": 0})
-        ckpt.step(1, {"n": 1})
+        ckpt.step(2, {"n": 1})
         assert ckpt.status()["guarded"] is False
         ckpt.close()
-    assert steps_on_disk(root) == [1]
+    assert steps_on_disk(root) == [1, 2]
 
 
 @pytest.mark.parametrize(
