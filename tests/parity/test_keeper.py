@@ -370,6 +370,26 @@ def test_a_new_agent_takes_what_the_former_left(three: list[Node], source: rando
     assert protect(three, KEY, [(1, 0)])[1, 0] == roots[1, 0]
 
 
+def test_parity_of_another_snapshot_of_the_same_step_goes(three: list[Node], source: random.Random) -> None:
+    contents = save(three, KEY, source)
+    protect(three, KEY)
+    other = Node(three[2].directory / "other", three[2].seats, 1, 2)
+    contents |= {at: data + b"!" for at, data in contents.items() if at[0] in three[2].seats[2].ranks}
+    other.save(KEY, contents)
+    nodes = [*three[:2], other]
+    found: dict[Any, Any] = {}
+    changed = threading.Thread(target=lambda: found.update(protect(nodes, KEY, [(2, 0)])))
+    changed.start()
+    wait_for_member(three[0], "node1")
+    assert keys(three[0]) == [], "it is of no use to anybody"
+    found |= protect(nodes, KEY, [(1, 0)])
+    changed.join()
+    assert isinstance(found[1, 0], bytes) and found[1, 0] == found[2, 0]
+    wanted = expected(nodes, contents)
+    assert parity_blocks(three[0], KEY) == {at[0]: data for at, data in wanted.items() if at[0] == 0}
+    other.close()
+
+
 def test_too_little_memory_is_told_to_all(three: list[Node], source: random.Random, monkeypatch: Any) -> None:
     def refuse(*args: Any, **options: Any) -> Arena:
         raise MemoryTooSmall("no room", found=1, expected=2)

@@ -137,6 +137,7 @@ def test_parity_that_is_gone_without_its_node_is_counted() -> None:
     assert group.rebuildable({0}, parity - {(0, 0)}) == {0}
     empty = ParityGroup(Code(2, 1), CHUNK, (Member("", (0,), ()), member, member))
     assert empty.rebuildable({0}, ()) == {0}, "nothing to rebuild"
+    assert empty.rebuildable({0, 1}, {(0, 0), (2, 0)}) == {0, 1}, "who gives nothing is not missed"
 
 
 @settings(max_examples=60, deadline=None)
