@@ -15,7 +15,7 @@ from .agent.client import AgentClient
 from .agent.protocol import Guarding
 from .errors import BadOption
 from .memorytier import MemoryTier
-from .peers.address import own_address
+from .peers.address import own_address, split_address
 from .peers.nodemap import NodeMap, PeerNode, encode_map
 from .peers.secret import SECRET, SECRET_BYTES, SECRET_FILE, run_secret
 from .plan.placement import Node, holders, node_map
@@ -68,9 +68,8 @@ def reachable(spares: Sequence[str]) -> tuple[list[str], list[str]]:
     keep a job from starting again."""
     found, problems = [], []
     for spare in spares:
-        host, _, port = spare.rpartition(":")
         try:
-            socket.create_connection((host.strip("[]"), int(port)), SPARE_S).close()
+            socket.create_connection(split_address(spare), SPARE_S).close()
             found.append(spare)
         except OSError as error:
             problems.append(f"{spare}: {error}")
@@ -84,10 +83,10 @@ def elsewhere(spares: Sequence[str], here: Collection[str]) -> list[str]:
     return [spare for spare in spares if _resolved(spare) not in taken]
 
 
-def _resolved(address: str) -> tuple[str, str]:
-    host, _, port = address.rpartition(":")
+def _resolved(address: str) -> tuple[str, int]:
+    host, port = split_address(address)
     with contextlib.suppress(OSError):
-        return socket.gethostbyname(host.strip("[]")), port
+        host = socket.gethostbyname(host)
     return host, port
 
 
@@ -148,8 +147,7 @@ def addressed(wish: Protection, told: Sequence[Any]) -> NodeMap:
         rooms = tuple(told[rank][1] for rank in place.ranks)
         found.append(PeerNode(_text(place.name, names), host, port, place.domain, place.ranks, rooms))
     for spare in wish.memory.spares:
-        host, _, port = spare.rpartition(":")
-        found.append(PeerNode(spare, host.strip("[]"), int(port), spare=True))
+        found.append(PeerNode(spare, *split_address(spare), spare=True))
     return NodeMap(tuple(found), wish.copies, wish.memory.parity)
 
 

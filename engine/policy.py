@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, TypeGuard
 
 from .errors import BadOption
+from .peers.address import split_address
 from .plan.schedule import parse_every
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -230,8 +231,11 @@ def _spares(given: object) -> tuple[str, ...]:
     if isinstance(given, str) or not isinstance(given, (tuple, list)):
         raise BadOption("Memory(spares=) must be a list of addresses", found=repr(given))
     for one in given:
-        host, _, port = one.rpartition(":") if isinstance(one, str) else ("", "", "")
-        if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        try:
+            port = split_address(one)[1] if isinstance(one, str) else 0
+        except ValueError:
+            port = 0
+        if not port:
             raise BadOption("Memory(spares=) names no address", found=repr(one), expected="host:port")
     return tuple(given)
 

@@ -1,22 +1,40 @@
-"""Asking a running agent how it is, without being one of its trainers: for commands. Starts none, and keeps none."""
+"""Asking a running agent something, without being one of its trainers. Starts none, and keeps none."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .link import Link, State
-from .protocol import StatusAnswer, StatusRequest
+from .protocol import Reply, Request, StatusAnswer, StatusRequest
 from .values import AgentSettings
 
 ASK_S = 5.0
+
+Answer = TypeVar("Answer", bound=Reply)
+Found = TypeVar("Found")
 
 
 def ask_status(settings: AgentSettings, *, timeout_s: float = ASK_S) -> dict[str, Any] | None:
     """What the agent of ``settings.runtime_dir`` says of itself; None if none answers in time."""
     if not Path(settings.runtime_dir).is_dir():
         return None
+    return ask(
+        settings, StatusRequest(1), StatusAnswer, lambda link, answer: answer.status, timeout_s=timeout_s
+    )
+
+
+def ask(
+    settings: AgentSettings,
+    request: Request,
+    kind: type[Answer],
+    take: Callable[[Link, Answer], Found],
+    *,
+    timeout_s: float,
+) -> Found | None:
+    """What ``take`` makes of the agent's answer of ``kind``, while the link is open; None if none comes in time."""
     link = Link(settings, None, up=lambda: None, lost=lambda why: None)
     deadline = time.monotonic() + timeout_s
     asked = False
@@ -26,11 +44,11 @@ def ask_status(settings: AgentSettings, *, timeout_s: float = ASK_S) -> dict[str
             if link.state is State.DOWN:
                 break
             if link.state is State.UP and not asked:
-                link.send(StatusRequest(1))
+                link.send(request)
                 asked = True
             for reply in link.replies:
-                if isinstance(reply, StatusAnswer):
-                    return reply.status
+                if isinstance(reply, kind):
+                    return take(link, reply)
             link.wait(deadline - time.monotonic())
         return None
     finally:

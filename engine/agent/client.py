@@ -17,6 +17,7 @@ import msgspec
 from everstep.errors import AgentError, EverstepError, SaveFailed, from_wire
 
 from . import places
+from .asking import ask
 from .frames import FrameSocket
 from .inline import InlineAgent
 from .link import Link, State
@@ -430,24 +431,7 @@ class AgentClient:
 def fetch_arenas(settings: AgentSettings, *, timeout_s: float = STATUS_S) -> list[HeldArena]:
     """The arenas that a running agent knows, those without a path as descriptors: how a restarted trainer
     gets its memory back, before it has an incarnation. Empty where no agent runs; starts none."""
-    link = Link(settings, None, up=lambda: None, lost=lambda why: None)
-    deadline = time.monotonic() + timeout_s
-    asked = False
-    try:
-        while time.monotonic() < deadline:
-            link.advance()
-            if link.state is State.DOWN:
-                break
-            if link.state is State.UP and not asked:
-                link.send(ArenasRequest(1, True))
-                asked = True
-            for reply in link.replies:
-                if isinstance(reply, ArenasAnswer):
-                    return _held(link, reply)
-            link.wait(deadline - time.monotonic())
-        return []
-    finally:
-        link.close()
+    return ask(settings, ArenasRequest(1, True), ArenasAnswer, _held, timeout_s=timeout_s) or []
 
 
 def _held(link: Link, answer: ArenasAnswer) -> list[HeldArena]:

@@ -97,10 +97,12 @@ def _say(host: str, port: int) -> None:
 
 
 def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or int(port) >= 1 << 16:
-        raise click.UsageError(f"--listen takes HOST:PORT, not {text!r}")
-    return host.strip("[]"), int(port)
+    from everstep.peers.address import split_address
+
+    try:
+        return split_address(text)
+    except ValueError:
+        raise click.UsageError(f"--listen takes HOST:PORT, not {text!r}") from None
 
 
 def _seconds(text: str) -> float:

@@ -34,6 +34,14 @@ def own_address() -> str:
     return LOOPBACK
 
 
+def split_address(text: str) -> tuple[str, int]:
+    """Host and port of "host:port" ("[host]:port" for IPv6). ValueError where it is none."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or int(port) >= 1 << 16:
+        raise ValueError(f"{text!r} is no host:port")
+    return host.strip("[]"), int(port)
+
+
 def _interface_to(host: str) -> str | None:
     with contextlib.suppress(OSError):
         family, kind, _, _, place = socket.getaddrinfo(host, PORT, type=socket.SOCK_DGRAM)[0]
