@@ -4,6 +4,7 @@ node's agent has the memory that it needs, before the first step; or all ranks h
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import secrets
 import socket
@@ -161,17 +162,27 @@ def _text(name: str, names: Sequence[str]) -> str:
 def _agree_on_secret(ranks: Ranks, memory: Memory, timeout_s: float) -> bytes:
     """The environment's on all ranks, or one that rank 0 makes for this incarnation."""
     given = ranks.together("reading the agents' secret", run_secret, timeout_s=timeout_s)
-    told = ranks.from_first(
-        "agreeing on the agents' secret",
-        lambda: b"" if given is not None else secrets.token_bytes(SECRET_BYTES),
-        timeout_s=timeout_s,
+    # Where the user gave one, what rank 0 tells is a nonce, and each rank proves by it which secret it has.
+    told = bytes(
+        ranks.from_first(
+            "agreeing on the agents' secret", lambda: secrets.token_bytes(SECRET_BYTES), timeout_s=timeout_s
+        )
     )
-    missing = [rank for rank, has in enumerate(_who_has(ranks, given, timeout_s)) if not has]
+    proof = hmac.digest(given, told, "sha256") if given is not None else b""
+    proofs = ranks.agree("comparing secrets", proof, timeout_s=timeout_s)
+    missing = [rank for rank, one in enumerate(proofs) if not one]
     if missing and len(missing) < ranks.world:
         raise BadOption(
             f"{SECRET} is set on some ranks only",
             found=f"not on rank(s) {missing}",
             expected=f"{SECRET} or {SECRET_FILE} on all ranks, or on none",
+        )
+    others = [rank for rank, one in enumerate(proofs) if one != proofs[0]]
+    if others:
+        raise BadOption(
+            f"{SECRET} differs between the ranks",
+            found=f"another one on rank(s) {others} than on rank 0",
+            expected=f"the same {SECRET} (or {SECRET_FILE}) on all ranks",
         )
     if given is None and memory.spares:
         raise BadOption(
@@ -179,8 +190,4 @@ def _agree_on_secret(ranks: Ranks, memory: Memory, timeout_s: float) -> bytes:
             found="no secret",
             expected=f"the same {SECRET} (or {SECRET_FILE}) for all trainers and everstep spare",
         )
-    return given if given is not None else bytes(told)
-
-
-def _who_has(ranks: Ranks, given: bytes | None, timeout_s: float) -> list[bool]:
-    return list(ranks.agree("comparing secrets", given is not None, timeout_s=timeout_s))
+    return given if given is not None else told

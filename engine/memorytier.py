@@ -237,7 +237,7 @@ class MemoryTier:
             arena.close()
         self._neighbours.clear()
         for arena in [*self._outgrown, *([self._arena] if self._arena else [])]:
-            unneeded = arena is self._arena and not self._incarnation and not arena.snapshots()
+            unneeded = arena is self._arena and not arena.snapshots()
             if remove or (unneeded and arena.info.owner == Process.current()):
                 arena.unlink()
             elif unneeded:

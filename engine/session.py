@@ -7,7 +7,7 @@ import logging
 import platform
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -369,7 +369,8 @@ class Session:
         elif taken.whole:
             self._pending = None
             self._pins[taken.step] = self._tier.arena.pin(taken.slot, taken.generation, purpose=Purpose.FLUSH)
-            self._client.flush(taken.step, slot=taken.slot, generation=taken.generation, kind="full")
+            with self._bearing_its_loss():
+                self._client.flush(taken.step, slot=taken.slot, generation=taken.generation, kind="full")
 
     def _tell_taken(self) -> None:
         """The agent sends a snapshot to other nodes once it is whole."""
@@ -414,9 +415,20 @@ class Session:
             self._note(progress)
 
     def _hear_quietly(self) -> None:
-        for progress in self._client.poll():
-            self._note(progress)
+        with self._bearing_its_loss():
+            for progress in self._client.poll():
+                self._note(progress)
         self._mind_agent()
+
+    @contextlib.contextmanager
+    def _bearing_its_loss(self) -> Iterator[None]:
+        """That the agent is given up ends no training: snapshots go on, flushes fail, told by the policy."""
+        try:
+            yield
+        except AgentError as error:
+            if self._policy.on_failure == "raise" or not self._client.given_up:
+                raise
+            warnings.warn(f"everstep: {error}", RuntimeWarning, stacklevel=4)
 
     def _note(self, progress: Progress) -> None:
         if progress.stage != "equal" or self._ranks.rank == 0:

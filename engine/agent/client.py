@@ -266,6 +266,11 @@ class AgentClient:
         """Whether an agent serves this trainer, as far as it is known."""
         return self._link.state is State.UP
 
+    @property
+    def given_up(self) -> bool:
+        """Whether there is no agent, and none is started for a while."""
+        return os.getpid() == self._pid and self._link.state is State.DOWN
+
     # -- the end
 
     def bye(self, *, timeout_s: float, flush: bool = True, safe: bool = False) -> None:

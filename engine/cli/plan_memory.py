@@ -170,7 +170,7 @@ def _as_text(found: MemoryPlan) -> str:
     if found.advice:
         blocks.append("\n".join(("it does not fit:", *(f"- {line}" for line in found.advice))))
     blocks.append(
-        f"{job.survives} node(s) may be lost at once without going back to the disk; the run goes on from"
+        f"{job.survives} node(s) may be lost at once without going back to the disk. Where the run goes on from:"
     )
     for launcher in ("torchrun", "slurm", "kubernetes"):
         lines = [(one.what, one.goes_on[launcher]) for one in found.survival]

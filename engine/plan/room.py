@@ -285,7 +285,7 @@ def survival(job: Job) -> tuple[Loss, ...]:
         Loss(
             "all training processes of a node",
             {
-                "torchrun": f"{memory}; the agent also makes it durable",
+                "torchrun": f"{memory}; the agent also makes it durable" if job.nodes == 1 else memory,
                 "slurm": f"{memory}, within the same allocation; the step's cgroup takes the agent along",
                 "kubernetes": f"{memory}, if only the container is restarted and /dev/shm is an emptyDir with medium: "
                 f"Memory (a container's own /dev/shm goes with it); else {peers}",
@@ -304,7 +304,8 @@ def survival(job: Job) -> tuple[Loss, ...]:
         Loss(
             "the job's end",
             {
-                "torchrun": "memory of the nodes till they are rebooted; after a kill the agents make it durable",
+                "torchrun": "memory of the nodes till they are rebooted; after a kill "
+                + ("the agent makes it durable" if job.nodes == 1 else "the newest durable step on disk too"),
                 "slurm": "memory of the nodes; with job_container/tmpfs /dev/shm goes with the job: disk",
                 "kubernetes": disk,
             },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -15,10 +16,11 @@ import everstep.memorytier
 import pytest
 import torch
 from everstep import errors
+from everstep.agent import link
 from everstep.backends.errors import Permanent
 from everstep.backends.faults import Fault
 
-from .kit import Forked, Storage, forget_memory, opened, steps_on_disk, until
+from .kit import Forked, Storage, arenas_of, forget_memory, opened, steps_on_disk, until
 
 DENIED = Fault(op="open_writer", times=10**9, error=lambda name: Permanent(name, "scripted: denied"))
 
@@ -220,6 +222,62 @@ def test_a_run_cannot_come_into_being_on_a_full_disk(small_disk: Path) -> None:
 
 
 # -- the agent's process
+
+
+def lose_agents(ckpt: everstep.Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill the agent, of which no other is started then."""
+    monkeypatch.setattr(link, "STARTS_MAX", 0)
+    agent = ckpt.agent_pid
+    assert agent is not None
+    os.kill(agent, signal.SIGKILL)
+
+
+def test_training_goes_on_without_an_agent(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"n": 0}
+    ckpt = opened(root, agent="process")
+    ckpt.load(state)
+    ckpt.save(1, {"n": 1}).wait()
+    lose_agents(ckpt, monkeypatch)
+    steps = itertools.count(2)
+
+    def step() -> bool:
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            ckpt.step(next(steps), state)
+        return any("lost again and again" in str(one.message) for one in heard)
+
+    until(step, "the warning")
+    last = next(steps)
+    ckpt.step(last, {"n": last})
+    with pytest.raises(errors.EverstepError, match="again and again"):
+        ckpt.save(last, {"n": last}).wait()
+    ckpt._close(flush=False, keep=True)
+    ckpt = opened(root, agent="inline")
+    assert ckpt.load(state) == last and state["n"] == last, "from memory"
+    ckpt.close()
+
+
+def test_losing_the_agent_is_an_error_where_failures_are(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ckpt = opened(root, agent="process", policy={"on_failure": "raise"})
+    ckpt.load({"n": 0})
+    ckpt.save(1, {"n": 1}).wait()
+    lose_agents(ckpt, monkeypatch)
+    steps = itertools.count(2)
+    with pytest.raises(errors.AgentError, match="again and again"):
+        until(lambda: ckpt.step(next(steps), {"n": 1}), "the error")
+    ckpt.close(flush=False)
+
+
+def test_an_opening_that_fails_leaves_no_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EVERSTEP_SECRET", raising=False)
+    monkeypatch.delenv("EVERSTEP_SECRET_FILE", raising=False)
+    ckpt = opened(root, memory=everstep.Memory(replicas=1, spares=("127.0.0.1:9",)), agent="process")
+    ckpt.load({"n": 0})
+    assert arenas_of(root)
+    with pytest.raises(errors.BadOption, match="secret"):
+        ckpt.step(1, {"n": 1})
+    ckpt.close()
+    assert arenas_of(root) == []
 
 
 def test_a_killed_agent_is_told_replaced_and_its_save_completes(root: Path) -> None:

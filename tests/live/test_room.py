@@ -196,6 +196,10 @@ def test_what_survives_what() -> None:
     assert "emptyDir" in of(job(), "all training processes", "kubernetes")
     assert "cgroup" in of(job(), "all training processes", "slurm")
     assert "job_container" in of(job(), "end", "slurm")
+    # Agents of several nodes write nothing when all trainers are gone.
+    for lost in ("all training processes", "end"):
+        assert ("makes it durable" in of(job(nodes=1), lost, "torchrun")) is True
+        assert ("makes it durable" in of(job(nodes=3), lost, "torchrun")) is False
 
 
 # -- the call

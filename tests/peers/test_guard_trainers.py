@@ -148,6 +148,16 @@ def test_a_secret_on_some_ranks_only_is_an_error(root: Path, nodes: list[str], j
     assert job.run(nodes[:2], body, memory=ONE) == [["refused"]] * 2
 
 
+def test_different_secrets_are_an_error(root: Path, nodes: list[str], job: Job) -> None:
+    def body(rank: int, ckpt: everstep.Checkpointer, say: Say) -> None:
+        os.environ["EVERSTEP_SECRET"] = f"a secret of enough bytes, of rank {rank}"
+        with pytest.raises(BadOption, match=r"differs between the ranks.*rank\(s\) \[1\]") as caught:
+            ckpt.save(1, state_with(contents(rank, 1)))
+        say("refused", "enough" in str(caught.value))
+
+    assert job.run(nodes[:2], body, memory=ONE) == [["refused False"]] * 2
+
+
 def test_spares_need_a_secret(root: Path, nodes: list[str], job: Job) -> None:
     def body(rank: int, ckpt: everstep.Checkpointer, say: Say) -> None:
         with pytest.raises(BadOption, match="secret"):
