@@ -37,6 +37,7 @@ from everstep.memory.directory import find_arenas
 from everstep.memory.errors import SlotGone
 from everstep.memory.header import REGIONS_MAX, SEAL_ENTRY_BYTES, Kind, aligned, pack_key
 from everstep.memory.slots import Pinned, Purpose, SnapshotInfo
+from everstep.plan.room import GROWTH
 from everstep.store.sources import check_record
 
 from .link import Link
@@ -56,8 +57,6 @@ PLACE_WAIT_S = 10.0
 """How long a new connection waits until the former one, of the same rank, has given way."""
 POLL_S = 0.5
 """Between looks, where nobody said that there is something to see."""
-GROWTH = 1.25
-"""Slots that turned out too small are replaced by ones of this many times the need, or of the size of the owner's."""
 
 T = TypeVar("T")
 

@@ -20,20 +20,17 @@ from everstep.format.vote import STATE_IMAGE
 from everstep.memory.arena import Arena
 from everstep.memory.directory import find_arenas
 from everstep.memory.header import Kind, aligned
-from everstep.memory.process import Process
 from everstep.memory.slots import Pinned, Purpose, WriteSlot
+from everstep.plan.room import GROWTH
 from everstep.store.sources import check_record
 
 from .described import ImageOf, check_group, check_images_of, decode_described
 from .link import Link
 from .messages import Kept
 from .parity import PIECE_BYTES, WAIT_S, ParityOffer, Waits, Wanted, pieces
+from .shelf import SLOTS, Place, fits
 from .stripes import Building, Key, Records
 
-SLOTS = 2
-"""Of a parity arena: one with what W needs, and one for what comes next."""
-GROWTH = 1.25
-"""An arena whose slots turned out too small is replaced by one with so many times the need."""
 WORDS = 8
 """A member that has to wait hears of it so often in the time for which it would wait without a word."""
 ROOM_POLL_S = 0.02
@@ -55,10 +52,8 @@ class ParityKeeper:
         wait_s: float = WAIT_S,
     ) -> None:
         """A member is kept waiting for the others for as long as anything moved within ``wait_s``."""
-        self._directory = directory
-        self._run_key = run_key
+        self._place = Place(directory, run_key, node, run_id)
         self._node = node
-        self._run_id = run_id
         self._wait_s = wait_s
         self._changed = threading.Condition()
         """Guards what follows; notified when a member came, when one has sent a stripe, and at the end."""
@@ -83,42 +78,29 @@ class ParityKeeper:
         if self._arena is None:
             known = {arena.info.path for arena in self._outgrown}
             self._outgrown += [arena for arena in self._left_behind() if arena.info.path not in known]
-        elif _fits(self._arena, slot_bytes, chunk_bytes):
+        elif fits(self._arena.info, slot_bytes, chunk_bytes):
             return self._arena
         else:
             self._outgrown.append(self._arena)
             self._arena = None
-        found = next((arena for arena in self._outgrown if _fits(arena, slot_bytes, chunk_bytes)), None)
+        found = next((arena for arena in self._outgrown if fits(arena.info, slot_bytes, chunk_bytes)), None)
         if found is not None:
             self._outgrown.remove(found)
             found.populate("background")
         else:
-            found = Arena.create(
-                self._directory,
-                run_key=self._run_key,
-                node=self._node,
-                rank=0,
-                world=1,
-                slots=SLOTS,
-                slot_bytes=slot_bytes,
-                chunk_bytes=chunk_bytes,
-                populate="background",
-                kind=Kind.PARITY,
-            )
-            found.take(Process.current(), run_id=self._run_id, incarnation=0, world=1)
+            found = self._place.create(Kind.PARITY, 0, slot_bytes, chunk_bytes)
         self._arena = found
         return found
 
     def _left_behind(self) -> list[Arena]:
         """Arenas of dead agents of this run, now this one's; that with the newest snapshot first."""
         mine = []
-        for info in find_arenas(self._directory, Kind.PARITY):
-            if info.path is None or info.run_id != self._run_id or info.slots != SLOTS:
+        for info in find_arenas(self._place.directory, Kind.PARITY):
+            if info.path is None or info.run_id != self._place.run_id or info.slots != SLOTS:
                 continue
             with contextlib.suppress(EverstepError, FileNotFoundError), contextlib.ExitStack() as stack:
                 arena = stack.enter_context(Arena.attach(info.path))
-                me, incarnation = Process.current(), info.incarnation
-                arena.take(me, run_id=self._run_id, incarnation=incarnation, world=info.world)
+                self._place.take(arena, incarnation=info.incarnation, world=info.world)
                 stack.pop_all()  # it is neither a living process's nor cleaned up
                 mine.append(arena)
         return sorted(mine, key=lambda arena: _newest(arena) or (0, 0), reverse=True)
@@ -196,8 +178,8 @@ class ParityKeeper:
         """The records of the member's images. Damaged, BadOption."""
         name = f"offer for parity of step {offer.step}"
         check_group(offer.seats, offer.m, offer.position, name)
-        if offer.run_id != self._run_id:
-            raise BadOption("snapshots of another run", found=offer.run_id, expected=self._run_id)
+        if offer.run_id != self._place.run_id:
+            raise BadOption("snapshots of another run", found=offer.run_id, expected=self._place.run_id)
         if not 0 <= offer.to < len(offer.seats) or offer.to == offer.position:
             raise Damaged(f"{name}: position of this node", found=offer.to, expected="another's", name=name)
         chunk = offer.chunk_bytes
@@ -280,11 +262,11 @@ class ParityKeeper:
             regions = building.regions()
             need = sum(aligned(nbytes) for _, nbytes in regions)
             arena = self._arena
-            if arena is None or not _fits(arena, need, building.chunk_bytes):
+            if arena is None or not fits(arena.info, need, building.chunk_bytes):
                 arena = self._reserve(need if arena is None else int(need * GROWTH), building.chunk_bytes)
             incarnation, step = building.key
             if (arena.info.incarnation, arena.info.world) != (incarnation, world):
-                arena.take(Process.current(), run_id=self._run_id, incarnation=incarnation, world=world)
+                self._place.take(arena, incarnation=incarnation, world=world)
             slot = arena.begin(incarnation, step, complete=self._complete)
             if slot is None:
                 return False
@@ -444,10 +426,6 @@ def _sealed_root(pin: Pinned) -> bytes:
         records = pin.compute()
         pin.seal(records)
     return rank_root(records)
-
-
-def _fits(arena: Arena, slot_bytes: int, chunk_bytes: int) -> bool:
-    return arena.info.slot_bytes >= slot_bytes and arena.info.chunk_bytes == chunk_bytes
 
 
 def _newest(arena: Arena) -> Key | None:

@@ -19,7 +19,7 @@ from everstep.memory.process import Process
 from everstep.memory.slots import Purpose, SlotState, SnapshotInfo, WriteSlot
 
 SLOTS = 2
-"""Of a held arena: the newer snapshot is written while the older one stands."""
+"""Of an arena with what others send: the newer snapshot is written while the older one stands."""
 ARENAS_MAX = 3
 """Of one rank: the present one, the one that holds what must not be lost, and one that others made meanwhile."""
 
@@ -29,12 +29,33 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Place:
-    """Where held arenas lie, and whose they are."""
+    """Where the arenas lie in which a node keeps what others send, and whose they are."""
 
     directory: Path
     run_key: str
     node: str
     run_id: str
+
+    def create(self, kind: Kind, rank: int, slot_bytes: int, chunk_bytes: int) -> Arena:
+        """A new one, this process's. MemoryTooSmall."""
+        arena = Arena.create(
+            self.directory,
+            run_key=self.run_key,
+            node=self.node,
+            rank=rank,
+            world=1,
+            slots=SLOTS,
+            slot_bytes=slot_bytes,
+            chunk_bytes=chunk_bytes,
+            populate="background",
+            kind=kind,
+        )
+        self.take(arena, incarnation=0, world=1)
+        return arena
+
+    def take(self, arena: Arena, *, incarnation: int, world: int) -> None:
+        """Own it for an incarnation of the run. RunInUse, Superseded."""
+        arena.take(Process.current(), run_id=self.run_id, incarnation=incarnation, world=world)
 
 
 class Shelf:
@@ -53,7 +74,7 @@ class Shelf:
 
     def fits(self, slot_bytes: int, chunk_bytes: int) -> bool:
         """Whether the present arena's slots have that room."""
-        return self._arenas != [] and _fits(self._arenas[-1].info, slot_bytes, chunk_bytes)
+        return self._arenas != [] and fits(self._arenas[-1].info, slot_bytes, chunk_bytes)
 
     def reserve(self, slot_bytes: int, chunk_bytes: int, complete: Key | None) -> None:
         """Have slots of at least ``slot_bytes``: those that a former agent of this node left, or new ones. What holds
@@ -61,14 +82,14 @@ class Shelf:
         self._look()
         if self.fits(slot_bytes, chunk_bytes):
             return
-        fitting = [arena for arena in self._arenas if _fits(arena.info, slot_bytes, chunk_bytes)]
+        fitting = [arena for arena in self._arenas if fits(arena.info, slot_bytes, chunk_bytes)]
         for arena in [one for one in self._arenas if one not in fitting[-1:] and not one.snapshots()]:
             self._remove(arena)
         if fitting:
             self._arenas.remove(fitting[-1])
             self._arenas.append(fitting[-1])
         else:
-            self._arenas.append(self._create(slot_bytes, chunk_bytes))
+            self._arenas.append(self._place.create(Kind.HELD, self._rank, slot_bytes, chunk_bytes))
         self.tidy(complete)
 
     def snapshots(self) -> Iterator[tuple[Arena, SnapshotInfo]]:
@@ -94,7 +115,7 @@ class Shelf:
         StepOrder."""
         arena = self._arenas[-1]
         if arena.info.incarnation != key[0] or arena.info.world != world:
-            arena.take(Process.current(), run_id=self._place.run_id, incarnation=key[0], world=world)
+            self._place.take(arena, incarnation=key[0], world=world)
         return arena.begin(*key, complete=self.precious(complete))
 
     def seal(self, slot: WriteSlot, records: Sequence[ImageRecord], complete: Key | None) -> None:
@@ -155,9 +176,7 @@ class Shelf:
                 arena.remove_if_unused()  # of a run that was deleted, and made anew at the same root
                 arena.close()
                 return
-            arena.take(
-                Process.current(), run_id=self._place.run_id, incarnation=info.incarnation, world=info.world
-            )
+            self._place.take(arena, incarnation=info.incarnation, world=info.world)
             for found in arena.snapshots():
                 if (
                     found.state is not SlotState.SEALED
@@ -169,22 +188,6 @@ class Shelf:
         arena.populate("background")
         self._arenas.append(arena)
 
-    def _create(self, slot_bytes: int, chunk_bytes: int) -> Arena:
-        arena = Arena.create(
-            self._place.directory,
-            run_key=self._place.run_key,
-            node=self._place.node,
-            rank=self._rank,
-            world=1,
-            slots=SLOTS,
-            slot_bytes=slot_bytes,
-            chunk_bytes=chunk_bytes,
-            populate="background",
-            kind=Kind.HELD,
-        )
-        arena.take(Process.current(), run_id=self._place.run_id, incarnation=0, world=1)
-        return arena
-
     def _remove(self, arena: Arena) -> None:
         """Readers that have it mapped go on."""
         self._arenas.remove(arena)
@@ -192,5 +195,6 @@ class Shelf:
         arena.close()
 
 
-def _fits(info: ArenaInfo, slot_bytes: int, chunk_bytes: int) -> bool:
+def fits(info: ArenaInfo, slot_bytes: int, chunk_bytes: int) -> bool:
+    """Whether the arena's slots have that room."""
     return info.slots == SLOTS and info.chunk_bytes == chunk_bytes and info.slot_bytes >= aligned(slot_bytes)
