@@ -7,7 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
+
 MEMORY = Path("/dev/shm")
+
+memory_option = click.option(
+    "--memory",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=MEMORY,
+    show_default=True,
+    help="Where this node's arenas lie (Memory(path=...)).",
+)
 KINDS = ("own", "held", "parity")
 
 

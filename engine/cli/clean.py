@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from .arenas import MEMORY, arena_directories, directory_of_run
+from .arenas import arena_directories, directory_of_run, memory_option
 from .frame import answering, command, human_bytes, json_option
 
 EPILOG = """\
@@ -26,13 +26,7 @@ Example:
 @command("clean-memory", epilog=EPILOG)
 @click.argument("run", required=False)
 @click.option("--all", "every_run", is_flag=True, help="Of all runs of this user on this node.")
-@click.option(
-    "--memory",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=MEMORY,
-    show_default=True,
-    help="Where the arenas lie (Memory(path=...)).",
-)
+@memory_option
 @json_option
 def clean_memory(run: str | None, every_run: bool, memory: Path, as_json: bool) -> None:
     """Remove snapshots in shared memory that no living process uses.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .arenas import MEMORY, MemorySnapshot, directory_of_run, memory_snapshots, ranks_here
+from .arenas import MemorySnapshot, directory_of_run, memory_option, memory_snapshots, ranks_here
 from .frame import DONE, FAILED, answering, command, human_bytes, json_option, table
 from .survey import Listed, Survey, survey
 
@@ -31,13 +31,7 @@ Example:
 @command("ls", epilog=EPILOG)
 @click.argument("run")
 @click.option("--metrics", is_flag=True, help="Show the checkpoints' metrics, too.")
-@click.option(
-    "--memory",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=MEMORY,
-    show_default=True,
-    help="Where this node's arenas lie (Memory(path=...)).",
-)
+@memory_option
 @json_option
 def ls(run: str, metrics: bool, memory: Path, as_json: bool) -> None:
     """List the checkpoints of RUN, a directory, on disk and in this node's memory.

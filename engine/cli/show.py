@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .arenas import MEMORY, MemorySnapshot, directory_of_run, memory_snapshots, ranks_here
+from .arenas import MemorySnapshot, directory_of_run, memory_option, memory_snapshots, ranks_here
 from .frame import answering, command, human_bytes, json_option, strict_json, table
 from .survey import Listed, Survey, survey
 
@@ -47,13 +47,7 @@ Example:
     "--values", is_flag=True, help="Show the plain values, too: counters, positions, hyper-parameters."
 )
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Whose values.")
-@click.option(
-    "--memory",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=MEMORY,
-    show_default=True,
-    help="Where this node's arenas lie (Memory(path=...)).",
-)
+@memory_option
 @json_option
 def show(run: str, step: int | None, values: bool, rank: int, memory: Path, as_json: bool) -> None:
     """Show RUN and its checkpoint of STEP (without it: the newest), with sizes by part and dtype.

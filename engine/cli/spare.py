@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .arenas import MEMORY
+from .arenas import memory_option
 from .frame import answering, command
 
 if TYPE_CHECKING:
@@ -35,13 +35,7 @@ Example:
 @click.option(
     "--listen", metavar="HOST:PORT", default="", help="Default: this host's address, any free port."
 )
-@click.option(
-    "--memory",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=MEMORY,
-    show_default=True,
-    help="Where the arenas lie (Memory(path=...)).",
-)
+@memory_option
 @click.option("--node", default=None, help="This node's name (default: EVERSTEP_NODE, else the host's).")
 @click.option("--wait", "patience", default="10m", show_default=True, help="How long to wait for the run.")
 def spare(run: str, listen: str, memory: Path, node: str | None, patience: str) -> None:

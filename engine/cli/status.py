@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .arenas import MEMORY
+from .arenas import memory_option
 from .frame import FAILED, answering, command, json_option, table
 
 if TYPE_CHECKING:
@@ -39,13 +39,7 @@ Example:
 
 @command("status", epilog=EPILOG)
 @click.argument("run")
-@click.option(
-    "--memory",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=MEMORY,
-    show_default=True,
-    help="Where this node's arenas lie (Memory(path=...)).",
-)
+@memory_option
 @click.option(
     "--wait",
     "wait_s",
