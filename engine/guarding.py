@@ -8,6 +8,7 @@ import hmac
 import os
 import secrets
 import socket
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +25,9 @@ from .policy import Memory, Policy
 from .ranks import Ranks
 
 DOMAIN = "EVERSTEP_DOMAIN"
-SPARE_S = 5.0
+SPARE_S = 10.0
 """How long a spare node may take to answer when the job looks for it."""
+SPARE_PAUSE_S = 0.2
 SHARE = 0.5
 """The part of the wait for a slot that protection may take: training must go on without it before that ends."""
 
@@ -65,16 +67,22 @@ class Protection:
 
 
 def reachable(spares: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Which of the spare nodes' addresses answer, and what is wrong with the others. A spare node that is down must not
-    keep a job from starting again."""
-    found, problems = [], []
-    for spare in spares:
-        try:
-            socket.create_connection(split_address(spare), SPARE_S).close()
-            found.append(spare)
-        except OSError as error:
-            problems.append(f"{spare}: {error}")
-    return found, problems
+    """Which of the spare nodes' addresses answer within ``SPARE_S``, and what is wrong with the others. A spare node
+    that is down must not keep a job from starting again; one that is just being started is waited for."""
+    until = time.monotonic() + SPARE_S
+    found: set[str] = set()
+    problems: dict[str, str] = {}
+    while missing := [spare for spare in spares if spare not in found]:
+        for spare in missing:
+            try:
+                socket.create_connection(split_address(spare), SPARE_S).close()
+                found.add(spare)
+            except OSError as error:
+                problems[spare] = f"{spare}: {error}"
+        if len(found) == len(spares) or time.monotonic() >= until:
+            break
+        time.sleep(SPARE_PAUSE_S)
+    return [one for one in spares if one in found], [problems[one] for one in spares if one not in found]
 
 
 def elsewhere(spares: Sequence[str], here: Collection[str]) -> list[str]:
