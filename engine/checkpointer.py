@@ -12,12 +12,13 @@ from types import TracebackType
 from typing import Any, Literal
 
 from . import opened
+from .adopted import Adopted
 from .agent.asking import ask_status
 from .agent.client import HeldArena, fetch_arenas
 from .backends.api import Backend
 from .backends.open import open_backend
 from .config import config_hash, plain_config, plain_step
-from .discovery import find_run, is_durable, open_arenas
+from .discovery import find_run, open_arenas
 from .errors import BadOption, Closed, EverstepError, NoCheckpoint, NotARun, RunInUse
 from .format.constants import CHUNK_BYTES
 from .format.records import (
@@ -51,7 +52,6 @@ from .writers import Lookout, unmark
 
 log = logging.getLogger("everstep")
 
-IN_MEMORY = ("memory", "device")
 STAGING_SLOTS = 2
 """Without a memory tier: one being flushed, one being copied into."""
 
@@ -126,8 +126,7 @@ class Checkpointer:
         self._protection: Protection | None = None
         self.recovery: Recovery | None = None
         self._lookout: Lookout | None = None
-        self._loaded: TrainState | None = None
-        """What a load restored, until a step or save follows it."""
+        self._adopted: Adopted | None = None
         opened.add(self._place.url, self)
 
     # -- the calls of a training loop
@@ -170,7 +169,7 @@ class Checkpointer:
                 self._lookout = Lookout(self._backend)
                 self._lookout.begin()
             self.recovery = self._restore(trained, step, config_reason, self._held)
-            self._loaded = trained if self.recovery is not None else None
+            self._adopted = Adopted(trained, self.recovery) if self.recovery is not None else None
         self._origin = self._origin_of(self.recovery, config_reason)
         if self._memory is not None:  # else only flushes need room, and the first of them makes it
             self._reserve(trained)
@@ -204,11 +203,11 @@ class Checkpointer:
         does, from whatever has it. ``state`` is the TrainState that load, step or save were given last, if it still
         exists; give it here if it is another, or a plain dict.
 
-        The next step or save begins a new incarnation, whose record has the ``reason``: what was written after the step
+        It begins a new incarnation, whose record has the ``reason``, before it returns: what was written after the step
         restored is never loaded again, late flushes included, but is listed until it is pruned. Flushes of later steps
-        are given up, those up to that step go on. A job that is killed before that next step resumes as if there
-        had been no rollback. Raises what load raises, NoCheckpoint too where nothing is there; before a rank begins to
-        write into ``state`` nothing has changed.
+        are given up, those up to that step go on. Raises what load raises, NoCheckpoint too where nothing is there, and
+        before a rank begins to write into ``state`` nothing has changed; then what the first step after a load does,
+        and the next rollback, step or save tries again.
         """
         self._check_usable()
         trained = self._rollbacks.state(state)
@@ -225,13 +224,12 @@ class Checkpointer:
             load=lambda at: self._load_back(trained, at, reason),
             timeout_s=self._policy.rank_timeout_s,
         )
-        self._session = None
-        self.recovery, self._loaded = found, trained
+        self._session, self.recovery = None, found
         self._origin = replace(self._origin_of(found, f"rollback: {reason}"), reason=reason)
+        self._adopted = Adopted(trained, found)
+        self._begin(trained)
         if state is not None:
             self._rollbacks.note(state)
-        if self._memory is not None:
-            self._reserve(trained)
         return found.step
 
     def _load_back(self, state: TrainState, step: int | None, reason: str) -> Recovery:
@@ -281,34 +279,30 @@ class Checkpointer:
     def close(self, *, flush: bool = True) -> None:
         """Make the newest snapshot durable (unless ``flush`` is False), end the session, and raise what went wrong.
         Every rank calls it; calling it again does nothing."""
-        if flush and not self._closed and self._session is None and os.getpid() == self._pid:
-            self._save_loaded()
+        if flush and not self._closed and os.getpid() == self._pid:
+            self._save_adopted()
         self._close(flush=flush, keep=False)
 
-    def _save_loaded(self) -> None:
-        """A job that is started again at its last step has nothing left to do but to make it durable: what was
-        loaded may lie in memory alone."""
-        recovery, state = self.recovery, self._loaded
-        if recovery is None or state is None or recovery.tier not in IN_MEMORY:
+    def _save_adopted(self) -> None:
+        """A job that is started again at its last step, or went back to it, has nothing left to do but to make it
+        durable: what it has may lie in memory alone."""
+        adopted = self._adopted
+        if adopted is None or not adopted.is_owed(
+            self._meet()[0], self._backend, self._policy.rank_timeout_s
+        ):
             return
-        ranks, _ = self._meet()
-        key = (recovery.incarnation, recovery.step)
-        there = ranks.from_first(
-            "looking for the checkpoint on disk",
-            lambda: is_durable(self._backend, key),
-            timeout_s=self._policy.rank_timeout_s,
-        )
-        if not there:
-            try:
-                self._writing(state).save_adopted(state)
-            except RunInUse as error:
-                log.info("everstep: step %d is left to the run's writer: %s", recovery.step, error)
+        try:
+            self._begin(adopted.state).save_adopted(adopted.state)
+            self._adopted = None
+        except RunInUse as error:
+            log.info("everstep: step %d is left to the run's writer: %s", adopted.recovery.step, error)
 
     def _close(self, *, flush: bool, keep: bool) -> None:
         """``keep`` leaves the snapshots in memory: who ends by an error is likely to be started again."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
+        keep = keep or (self._adopted is not None and self._adopted.in_memory_alone)
         opened.remove(self._place.url, self)
         with contextlib.ExitStack() as stack:
             stack.callback(lambda: run_blocking(self._backend.close()))
@@ -486,12 +480,17 @@ class Checkpointer:
         return tuple(found)
 
     def _writing(self, state: TrainState | Mapping[str, Any]) -> Session:
+        session = self._begin(TrainState.of(state))
+        self._adopted = None
+        self._rollbacks.note(state)
+        return session
+
+    def _begin(self, state: TrainState) -> Session:
+        """The session, opened if there is none."""
         self._check_usable()
         if self._session is None:
-            self._session = self._open(TrainState.of(state))
-            self._loaded = None
+            self._session = self._open(state)
             opened.writes(self._place.url, self)
-        self._rollbacks.note(state)
         self._rollbacks.leave_former()
         return self._session
 

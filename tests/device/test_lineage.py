@@ -52,8 +52,8 @@ def commit_late(root: Path, step: int, incarnation: int) -> object:
     return run_blocking(commit())
 
 
-def gone_back_from_7_to_5(root: Path, storage: Storage) -> tuple[everstep.Checkpointer, Training, Any]:
-    """All votes of step 7 are in, and nothing is decided; the job has gone back to step 5, whose values come last."""
+def at_7_undecided(root: Path, storage: Storage) -> tuple[everstep.Checkpointer, Training, Any]:
+    """All votes of step 7 are in, and nothing is decided; the values of step 5 come last."""
     training = Training()
     ckpt = opened(root, memory=everstep.Memory(device_slots=1))
     ckpt.load(training.state)
@@ -65,21 +65,22 @@ def gone_back_from_7_to_5(root: Path, storage: Storage) -> tuple[everstep.Checkp
     storage.fail(denied)
     with pytest.raises(errors.SaveFailed):
         ckpt.save(7, training.state).wait()
-    ckpt.rollback(5, reason="a loss spike")
     return ckpt, training, five
 
 
 def test_a_late_commit_of_a_later_step_is_refused(root: Path, storage: Storage) -> None:
-    ckpt, training, _ = gone_back_from_7_to_5(root, storage)
-    train(ckpt, training, 6, 6)
+    """From the rollback on, whether or not a step follows it."""
+    ckpt, _, _ = at_7_undecided(root, storage)
+    ckpt.rollback(5, reason="a loss spike")
     decision = commit_late(root, 7, 1)
     assert isinstance(decision, Abort) and "incarnation 2" in decision.reason
     ckpt.close(flush=False)
 
 
 def test_a_commit_just_before_the_new_incarnation_is_cut_off(root: Path, storage: Storage) -> None:
-    ckpt, training, five = gone_back_from_7_to_5(root, storage)
+    ckpt, training, five = at_7_undecided(root, storage)
     assert isinstance(commit_late(root, 7, 1), Manifest)
+    ckpt.rollback(5, reason="a loss spike")
     train(ckpt, training, 6, 6)
     assert steps_on_disk(root) == [5, 7]
     ckpt.close(flush=False)
@@ -133,13 +134,12 @@ say(ckpt.agent_pid)
 sys.stdin.readline()
 later = ckpt.save(6, training.state)
 say(ckpt.rollback(5, reason="a spike"))
-sys.stdin.readline()
 train(6, 6)
 say("on")
 try:
     later.wait(20)
     say("durable")
-except everstep.errors.SaveFailed as error:
+except everstep.errors.EverstepError as error:
     say(type(error).__name__)
 ckpt.save(6, training.state).wait()
 ckpt.close()
@@ -148,17 +148,17 @@ say("closed")
 
 
 def test_an_agent_that_slept_through_the_rollback(root: Path, script: Any) -> None:
-    """It is stopped with a later step's flush to come, and goes on once the new incarnation's record is there."""
+    """It is stopped with a later step's flush to come, and goes on once the new incarnation's record is there: the
+    rollback waits for it."""
     job = script(SLEEPER, root)
     agent = int(job.line())
     os.kill(agent, signal.SIGSTOP)
     try:
         job.go_on()
-        assert job.line() == "5"
-        job.go_on()
         until(lambda: (root / "incarnations" / "0002.json").exists(), "the new incarnation's record")
     finally:
         os.kill(agent, signal.SIGCONT)
+    assert job.line() == "5"
     assert job.line() == "on"
     assert job.line() in ("SaveAbandoned", "Superseded")
     assert job.line() == "closed", job.end()

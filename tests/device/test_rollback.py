@@ -112,7 +112,7 @@ def test_back_to_a_step_on_disk(root: Path) -> None:
     assert records(root)[1:] == [(1, 2, "far back")]
 
 
-def test_twice_before_a_step_and_once_after(root: Path) -> None:
+def test_each_is_an_incarnation_of_its_own(root: Path) -> None:
     losses, weights = undisturbed(9)
     training = Training()
     ckpt = opened(root, memory=KINDS["device"])
@@ -126,12 +126,20 @@ def test_twice_before_a_step_and_once_after(root: Path) -> None:
     training.step()
     # Nothing followed it: back where that one went, not forward to what it had gone back from.
     assert ckpt.rollback(reason="again") == 6
+    assert len(records(root)) == 5
     assert train(ckpt, training, 7, 8) == losses[6:8]
     assert ckpt.rollback(7, reason="once more") == 7
     assert train(ckpt, training, 8, 9) == losses[7:]
     ckpt.close()
     assert same_bits(training.weights(), weights)
-    assert records(root) == [(None, None, None), (1, 6, "again"), (2, 7, "once more")]
+    assert records(root) == [
+        (None, None, None),
+        (1, 7, "first"),
+        (1, 7, "first"),
+        (1, 6, "further"),
+        (1, 6, "again"),
+        (5, 7, "once more"),
+    ]
 
 
 def test_slots_of_steps_that_were_cut_off_are_reused(root: Path) -> None:
@@ -205,7 +213,47 @@ def test_closing_right_after_makes_it_durable(root: Path) -> None:
     assert same_bits(again.weights(), weights)
 
 
-def test_signs_of_life_go_on_until_the_next_step_and_end_at_close(root: Path) -> None:
+def test_closing_after_it_was_trained_on_leaves_it_in_memory(root: Path) -> None:
+    """What no step was called for is not stored as the step that was gone back to."""
+    training = Training()
+    ckpt = opened(root, memory=KINDS["device"])
+    ckpt.load(training.state)
+    train(ckpt, training, 1, 4)
+    weights = training.weights()
+    ckpt.rollback(reason="a last look")
+    training.step()
+    with pytest.warns(RuntimeWarning, match="step 4 stays in memory alone"):
+        ckpt.close()
+    assert 4 not in steps_on_disk(root)
+    again = Training(seed=7)
+    with opened(root) as ckpt:
+        assert ckpt.load(again.state) == 4
+        assert same_bits(again.weights(), weights)
+
+
+def test_what_keeps_the_record_from_being_written_is_told_and_it_can_be_called_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, _ = undisturbed(7)
+    training = Training()
+    ckpt = opened(root, memory=KINDS["device"])
+    ckpt.load(training.state)
+    train(ckpt, training, 1, 6)
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise errors.SaveFailed("the store is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("everstep.checkpointer.begin_incarnation", refuse)
+        with pytest.raises(errors.SaveFailed, match="the store is full"):
+            ckpt.rollback(5, reason="back")
+    assert ckpt.rollback(reason="once more") == 5
+    assert train(ckpt, training, 6, 7) == losses[5:]
+    ckpt.close()
+    assert records(root)[1:] == [(1, 5, "once more")]
+
+
+def test_signs_of_life_go_on_and_end_at_close(root: Path) -> None:
     """After a rollback a trainer may evaluate for long before it goes on."""
 
     def threads() -> list[str]:
@@ -246,16 +294,16 @@ def _rolled_back_and_killed(root: Path, *, steps_after: int) -> Callable[[Callab
 
 @pytest.mark.parametrize("steps_after", [0, 1, 3])
 def test_a_crash_resumes_what_is_newest_of_the_lineage(root: Path, forked: ForkOf, steps_after: int) -> None:
-    """Before the first step after a rollback the old incarnation counts, then the new one: never what it went back
-    from."""
+    """Never what it went back from, however soon it ends."""
     losses, weights = undisturbed(10)
     code, _ = forked(_rolled_back_and_killed(root, steps_after=steps_after)).end()
     assert code == -signal.SIGKILL
-    expected = 6 + steps_after if steps_after else 7
+    expected = 6 + steps_after
     training = Training(seed=3)
     ckpt = opened(root)
     assert ckpt.load(training.state) == expected
     assert ckpt.recovery is not None and ckpt.recovery.incarnation == (2 if steps_after else 1)
+    assert records(root)[1:] == [(1, 6, "back")]
     seen = train(ckpt, training, expected + 1, 10)
     ckpt.close()
     assert seen == losses[expected:] and same_bits(training.weights(), weights)
