@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -126,8 +126,10 @@ class AgentClient:
 
     # -- flushes
 
-    def flush(self, step: int, *, slot: int, generation: int, kind: str = "full") -> None:
-        """Ask for the snapshot in ``slot`` to be made durable as ``step``. Asking again before there is a
+    def flush(
+        self, step: int, *, slot: int, generation: int, kind: str = "full", tiers: Sequence[str] = ()
+    ) -> None:
+        """Ask for the snapshot in ``slot`` to be made durable as ``step``, and then on ``tiers``, by name. Asking again before there is a
         verdict does nothing; after a failure it opens the next attempt. Does not wait."""
         self._check_process()
         if step in self._wanted:
@@ -137,7 +139,7 @@ class AgentClient:
         attempt = self.next_attempt(step)
         _remember(self._attempts, step, attempt)
         self._verdicts.pop(step, None)
-        request = FlushRequest(step, slot, generation, kind, attempt)
+        request = FlushRequest(step, slot, generation, kind, attempt, list(tiers))
         self._wanted[step] = _Wanted(request, time.monotonic())
         self._pump()  # only now: another rank may have had this very attempt given up already
         if step not in self._wanted:

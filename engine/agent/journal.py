@@ -1,7 +1,8 @@
 """What the agent has promised and not yet done, in LMDB, so that the next agent goes on after a kill -9.
 
-Two kinds of entries: jobs (a rank's flush of a step that was acknowledged) and members (trainers that
-registered and neither said goodbye nor were seen off). Calls may wait for the disk: they are made from one
+Entries are jobs (a rank's flush of a step that was acknowledged), mirrors (checkpoints that are owed to a further tier),
+uploads (how far each of them has come) and members (trainers that registered and neither said goodbye nor were seen
+off). Calls may wait for the disk: they are made from one
 helper thread, never from the agent's loop. Only the holder of the agent's lock opens it.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,10 +18,12 @@ from typing import Any, Protocol
 import lmdb
 import msgspec
 from everstep.errors import AgentError
+from everstep.format.hashing import hexdigest
 
-VERSION = 1
-MAP_BYTES = 16 << 20
-"""Bound of the journal; an entry has a few hundred bytes, and jobs and members are bounded in number."""
+VERSION = 2
+MAP_BYTES = 64 << 20
+"""Bound of the journal; an entry has a few hundred bytes, notes of an upload some hundred kilobytes at most, and all are
+bounded in number."""
 
 _KEY = struct.Struct(">QQI")
 _GUARD = b"guard"
@@ -48,10 +52,32 @@ class JobEntry:
     process: tuple[int, int, str]
     stage: str = QUEUED
     root: bytes = b""
+    tiers: tuple[str, ...] = ()
+    """Names of the tiers that the checkpoint is owed to, once it is one."""
 
     @property
     def key(self) -> bytes:
         return _KEY.pack(self.incarnation, self.step, self.rank)
+
+
+@dataclass(frozen=True)
+class MirrorEntry:
+    """A checkpoint that is to reach ``tier`` (by name); this node sees to ``ranks`` first."""
+
+    tier: str
+    run_id: str
+    incarnation: int
+    step: int
+    attempt: int
+    ranks: tuple[int, ...]
+
+    @property
+    def key(self) -> bytes:
+        return _KEY.pack(self.incarnation, self.step, 0) + hexdigest(self.tier.encode()).encode()
+
+    def note_key(self, name: str) -> bytes:
+        """Of the notes on the upload of object ``name``. LMDB's keys are short, names need not be."""
+        return self.key + hexdigest(name.encode()).encode()
 
 
 @dataclass(frozen=True)
@@ -99,7 +125,11 @@ class Journal(Protocol):
     def jobs(self) -> list[JobEntry]: ...
     def members(self) -> list[MemberEntry]: ...
     def put_job(self, entry: JobEntry) -> None: ...
-    def drop_jobs(self, entries: list[JobEntry]) -> None: ...
+    def drop_jobs(self, entries: list[JobEntry], owed: Sequence[MirrorEntry] = ()) -> None: ...
+    def mirrors(self) -> list[MirrorEntry]: ...
+    def drop_mirror(self, entry: MirrorEntry) -> None: ...
+    def upload(self, entry: MirrorEntry, name: str) -> bytes | None: ...
+    def put_upload(self, entry: MirrorEntry, name: str, data: bytes) -> None: ...
     def put_member(self, entry: MemberEntry) -> None: ...
     def drop_member(self, entry: MemberEntry) -> None: ...
     def guard(self) -> GuardEntry | None: ...
@@ -120,7 +150,11 @@ class NoJournal:
         return []
 
     def put_job(self, entry: JobEntry) -> None: ...
-    def drop_jobs(self, entries: list[JobEntry]) -> None: ...
+    def drop_jobs(self, entries: list[JobEntry], owed: Sequence[MirrorEntry] = ()) -> None: ...
+    def mirrors(self) -> list[MirrorEntry]: ...
+    def drop_mirror(self, entry: MirrorEntry) -> None: ...
+    def upload(self, entry: MirrorEntry, name: str) -> bytes | None: ...
+    def put_upload(self, entry: MirrorEntry, name: str, data: bytes) -> None: ...
     def put_member(self, entry: MemberEntry) -> None: ...
     def drop_member(self, entry: MemberEntry) -> None: ...
     def guard(self) -> GuardEntry | None:
@@ -148,11 +182,13 @@ class LmdbJournal:
         path.mkdir(mode=0o700, exist_ok=True)
         # No lock file of LMDB's own: the agent's lock admits one process, and a killed reader leaves
         # nothing stale.
-        self._env = lmdb.open(str(path), map_size=MAP_BYTES, max_dbs=3, lock=False, mode=0o600)
+        self._env = lmdb.open(str(path), map_size=MAP_BYTES, max_dbs=5, lock=False, mode=0o600)
         try:
             self._meta = self._env.open_db(b"meta")
             self._jobs = self._env.open_db(b"jobs")
             self._members = self._env.open_db(b"members")
+            self._mirrors = self._env.open_db(b"mirrors")
+            self._uploads = self._env.open_db(b"uploads")
             with self._env.begin(write=True, db=self._meta) as txn:
                 known = msgspec.msgpack.decode(txn.get(b"state", _encode({"v": VERSION, "epoch": 0})))
                 if known["v"] != VERSION:
@@ -161,6 +197,7 @@ class LmdbJournal:
                 txn.put(b"state", _encode({"v": VERSION, "epoch": self.epoch}))
             self.jobs()
             self.members()
+            self.mirrors()
             self.guard()
         except BaseException:
             self._env.close()
@@ -179,13 +216,44 @@ class LmdbJournal:
     def put_job(self, entry: JobEntry) -> None:
         self._put(self._jobs, entry.key, entry)
 
-    def drop_jobs(self, entries: list[JobEntry]) -> None:
-        """Forget these; one that was replaced by a later attempt meanwhile stays."""
+    def drop_jobs(self, entries: list[JobEntry], owed: Sequence[MirrorEntry] = ()) -> None:
+        """Forget these; one that was replaced by a later attempt meanwhile stays. With them is remembered what is
+        ``owed`` from now on: no crash comes between."""
         with self._env.begin(write=True, db=self._jobs) as txn:
             for entry in entries:
                 value = txn.get(entry.key)
                 if value is not None and _decode(value)["attempt"] <= entry.attempt:
                     txn.delete(entry.key)
+            for mirror in owed:
+                txn.put(mirror.key, _encode(mirror), db=self._mirrors)
+
+    def mirrors(self) -> list[MirrorEntry]:
+        """By incarnation and step."""
+        with self._env.begin(db=self._mirrors) as txn:
+            return [msgspec.convert(_decode(value), MirrorEntry) for _, value in txn.cursor()]
+
+    def drop_mirror(self, entry: MirrorEntry) -> None:
+        """It is there, or will not be; so are its uploads."""
+        with self._env.begin(write=True, db=self._mirrors) as txn:
+            txn.delete(entry.key)
+            cursor = txn.cursor(db=self._uploads)
+            found = cursor.set_range(entry.key)
+            while found and cursor.key().startswith(entry.key):
+                found = cursor.delete()
+
+    def upload(self, entry: MirrorEntry, name: str) -> bytes | None:
+        """What :meth:`put_upload` said last."""
+        with self._env.begin(db=self._uploads) as txn:
+            value = txn.get(entry.note_key(name))
+            return None if value is None else bytes(value)
+
+    def put_upload(self, entry: MirrorEntry, name: str, data: bytes) -> None:
+        """How far the upload of object ``name`` has come, in the writer's own words."""
+        try:
+            with self._env.begin(write=True, db=self._uploads) as txn:
+                txn.put(entry.note_key(name), data)
+        except lmdb.Error as error:
+            raise AgentError("the agent's journal cannot be written", found=str(error)) from None
 
     def put_member(self, entry: MemberEntry) -> None:
         self._put(self._members, entry.key, entry)

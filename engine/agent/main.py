@@ -85,7 +85,7 @@ def run(
     from . import places
     from .journal import LmdbJournal
     from .spawn import READY, TAKEN
-    from .storage import open_root
+    from .storage import open_place
 
     form = f"%(asctime)s agent {os.getpid()} %(levelname)s %(message)s"
     logging.basicConfig(format=form, level=logging.INFO)
@@ -108,7 +108,7 @@ def run(
     def started() -> None:
         _say(ready, READY)
 
-    asyncio.run(_serve(settings, lock, listener, journal, open_backend or open_root, started, stand_by))
+    asyncio.run(_serve(settings, lock, listener, journal, open_backend or open_place, started, stand_by))
     logging.getLogger("everstep.agent").info("leaving")
     os.close(lock)
     return 0

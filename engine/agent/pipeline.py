@@ -94,7 +94,9 @@ class Owner(Protocol):
 
     async def remember(self, entry: JobEntry) -> None: ...
 
-    async def forget(self, entries: list[JobEntry]) -> None: ...
+    async def forget(self, entries: list[JobEntry], manifest: Manifest | None = None) -> None:
+        """They are over; with ``manifest`` as a checkpoint, which is owed to their further tiers from now on."""
+        ...
 
     def local_ranks(self, incarnation: int) -> set[int]:
         """The ranks of that incarnation that registered on this node."""
@@ -463,12 +465,15 @@ class Pipeline:
         else:
             error = error or error_of(decision, self.backend.url)
             stage = stage_of(error)
-        self._in_background(self._publish(flush, stage, error))
+        self._in_background(self._publish(flush, stage, error, decision))
 
-    async def _publish(self, flush: Flush, stage: str, error: EverstepError | None) -> None:
+    async def _publish(
+        self, flush: Flush, stage: str, error: EverstepError | None, decision: Decision | None
+    ) -> None:
         """Forget the jobs, then tell everyone; whoever asks again meanwhile finds the flush still there."""
+        manifest = decision if isinstance(decision, Manifest) else None
         try:
-            await self._owner.forget([job.entry for job in flush.jobs.values()])
+            await self._owner.forget([job.entry for job in flush.jobs.values()], manifest)
         except AgentError as problem:
             log.error("step %d: %s", flush.step, problem)
         reach("agent.settled", str(flush.step))

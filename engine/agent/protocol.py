@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from everstep.errors import AgentError
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Goes up with every change of the messages after the handshake."""
 
 FRAME_BYTES_MAX = 1 << 20
@@ -52,13 +52,15 @@ class Register(msgspec.Struct, tag="register", tag_field="t"):
 
 
 class FlushRequest(msgspec.Struct, tag="flush", tag_field="t"):
-    """``attempt`` counts this incarnation's requests for this step, from 1; all ranks count alike."""
+    """``attempt`` counts this incarnation's requests for this step, from 1; all ranks count alike. ``tiers``: names of
+    the further tiers that the checkpoint is to reach."""
 
     step: int
     slot: int
     generation: int
     kind: str
     attempt: int
+    tiers: list[str] = []
 
 
 class GiveUpRequest(msgspec.Struct, tag="give_up", tag_field="t"):

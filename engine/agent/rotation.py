@@ -15,7 +15,7 @@ from everstep.errors import EverstepError
 from everstep.format.manifest import Manifest
 from everstep.plan.retention import Retention, RetentionPlan, plan_retention
 from everstep.store.catalog import StepNames, list_steps, read_decision
-from everstep.store.rotate import RotationReport, rotate
+from everstep.store.rotate import Key, RotationReport, rotate
 
 from .storage import Fence, patiently
 
@@ -24,7 +24,7 @@ log = logging.getLogger("everstep.agent")
 
 class Rotator:
     """``in_use`` says of an incarnation whether flushes of it are still under way here; ``done`` hears of
-    each rotation that removed something, and of errors."""
+    each rotation that removed something, and of errors; ``owed`` are checkpoints that stay."""
 
     def __init__(
         self,
@@ -33,12 +33,14 @@ class Rotator:
         retention: Retention,
         in_use: Callable[[int], bool],
         done: Callable[[int, RotationReport | None, EverstepError | BackendError | None], None],
+        owed: Callable[[], set[Key]] = set,
     ) -> None:
         self.retention = retention
         self._backend = backend
         self._fence = fence
         self._in_use = in_use
         self._done = done
+        self._owed = owed
         self._wanted: int | None = None
         self._task: asyncio.Task[None] | None = None
         self._committed: dict[StepNames, bool] = {}
@@ -106,4 +108,4 @@ class Rotator:
                 known[names] = isinstance(await patiently(read), Manifest)
         self._committed = known
         checkpoints = [(names.incarnation, names.step) for names in found if known[names]]
-        return plan_retention(checkpoints, self.retention, lineage, set())
+        return plan_retention(checkpoints, self.retention, lineage, self._owed())

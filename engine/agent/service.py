@@ -7,18 +7,20 @@ One loop, one run. The service owns the members, the queue and the journal; conn
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError
 from everstep.backends.limit import RateLimited
-from everstep.errors import AgentError, CannotTell, EverstepError, Superseded
+from everstep.errors import AgentError, EverstepError, Superseded
+from everstep.format.manifest import Manifest
 from everstep.format.records import RunRecord
 from everstep.memory.arena import Arena
 from everstep.memory.control import Purpose
@@ -52,10 +54,12 @@ from .protocol import (
     Taken,
     Welcome,
 )
+from .resuming import resume
 from .rotation import Rotator
 from .server import Peer
 from .status import describe
-from .storage import patiently
+from .storage import Fence, patiently
+from .tiers import Tiers
 from .values import NO_STEP, AgentSettings, Progress
 
 log = logging.getLogger("everstep.agent")
@@ -63,13 +67,11 @@ log = logging.getLogger("everstep.agent")
 IDLE_LOOK_S = 0.2
 FIRST_CLIENT_S = 20.0
 """How long a new agent waits for its first client at least."""
-RESUME_TRIES_MAX = 40
-RESUME_PAUSE_S = 15.0
-"""How long a new agent waits for storage before it leaves the journal's jobs to the next one."""
 EVENTS_PAUSE_S = 2.0
 """Events are written at most this often."""
 
-OpenBackend = Callable[[str], Backend]
+OpenBackend = Callable[..., Backend]
+"""By url and options (none: the environment's)."""
 
 
 class Service:
@@ -80,9 +82,9 @@ class Service:
         self.stopped = asyncio.Event()
         self.members = Members(self._died)
         self.pipeline: Pipeline | None = None
-        self._journal = journal
+        self.journal = journal
         self._journal_thread = ThreadPoolExecutor(1, thread_name_prefix="everstep-journal")
-        self._open_backend = open_backend
+        self.open_backend = open_backend
         self._backend = open_backend(settings.root)
         self._guarded: Backend = self._backend
         """For whatever writes or deletes: only while it is this run's."""
@@ -92,6 +94,7 @@ class Service:
         self._events: EventLog | None = None
         self._orphans = Orphans(self)
         self.protection = Protection(self)
+        self.tiers = Tiers(self)
         self.beacons = Beacons(self)
         self._registered: set[Peer] = set()
         self._order = 0
@@ -107,9 +110,9 @@ class Service:
 
     def start(self) -> None:
         """Go on with what the journal holds, in the background."""
-        if self._journal.repaired:
-            log.error("the journal was damaged and has been set aside: %s", self._journal.repaired)
-        self.keep(self._resume())
+        if self.journal.repaired:
+            log.error("the journal was damaged and has been set aside: %s", self.journal.repaired)
+        self.keep(resume(self))
         self.keep(self._linger())
         self.keep(self.beacons.run())
 
@@ -122,11 +125,12 @@ class Service:
             await self._rotator.close()
         if self.pipeline is not None:
             await self.pipeline.close()
+        await self.tiers.close()
         await self._write_events()
         await self.beacons.close()
         self.members.close()
         self._journal_thread.shutdown()
-        self._journal.close()
+        self.journal.close()
         await self._backend.close()
 
     @property
@@ -134,7 +138,7 @@ class Service:
         """Nobody is served and nothing is left to do."""
         busy = self.pipeline is not None and self.pipeline.busy
         rotating = self._rotator is not None and self._rotator.busy
-        busy = busy or rotating or self._orphans.busy or self.protection.busy
+        busy = busy or rotating or self._orphans.busy or self.protection.busy or self.tiers.busy
         return not (self.members.anyone_here or busy or self._handling)
 
     def leave(self) -> None:
@@ -163,77 +167,11 @@ class Service:
     def _linger_s(self) -> float:
         return self.settings.linger_s if self.members.newest else max(self.settings.linger_s, FIRST_CLIENT_S)
 
-    async def _resume(self) -> None:
-        """Members and jobs of the former agent. A job whose slot is gone fails as any other: aborted,
-        reported."""
-        await self._resume_members()
-        self.keep(self.protection.resume(await self._journaled(self._journal.guard)))
-        jobs = await self._journaled(self._journal.jobs)
-        self._order = max([self._order, *(entry.order for entry in jobs)])
-        self._handling += 1
-        try:
-            if jobs:
-                await self._resume_jobs(jobs)
-        finally:
-            self._handling -= 1
-
-    async def _resume_members(self) -> None:
-        found = []
-        for kept in await self._journaled(self._journal.members):
-            try:
-                arena = await asyncio.to_thread(self._arena_of, kept.arena, None, kept.rank)
-            except (EverstepError, OSError) as error:
-                log.warning("rank %d of incarnation %d is forgotten: %s", kept.rank, kept.incarnation, error)
-                await self._journaled(self._journal.drop_member, kept)
-                continue
-            found.append(Member.of(kept, arena))
-        # All at once: a death is judged by who else is there.
-        for member in found:
-            if self.members.find(member.incarnation, member.rank) is None:
-                self.members.add(member)
-
-    async def _resume_jobs(self, jobs: list[JobEntry]) -> None:
-        run = await self._run_in_spite_of_storage()
-        for entry in jobs:
-            if entry.run_id != run.run_id:
-                log.warning("step %d of another run is dropped", entry.step)
-                await self.forget([entry])
-            elif not entry.arena and Process(*entry.process).alive():
-                await self.forget([entry])  # its trainer has the arena, and will ask again
-            else:
-                await self._pipeline.add(entry, functools.partial(self._pin_again, entry, []))
-
-    async def _run_in_spite_of_storage(self) -> RunRecord:
-        """The run, waiting some minutes for storage that does not answer; jobs stay in the journal
-        meanwhile."""
-        for left in range(RESUME_TRIES_MAX - 1, -1, -1):
-            try:
-                return await self._ensure_run(None)
-            except CannotTell as error:
-                if left == 0:
-                    raise
-                log.warning("cannot go on yet: %s", error)
-                await asyncio.sleep(RESUME_PAUSE_S)
-        raise AssertionError("unreachable")
-
-    def _pin_again(self, entry: JobEntry, opened: list[Arena]) -> Pinned:
-        """Pin a journaled job's slot, in a thread; ``opened`` keeps the arena open. SlotGone, AgentError if
-        it cannot be found any more."""
-        if not entry.arena:
-            raise AgentError(
-                f"the snapshot of step {entry.step} of rank {entry.rank} went with the former agent",
-                expected="an arena in a file, which outlives its processes",
-            )
-        arena = self._arena_of(entry.arena, None, entry.rank)
-        opened.append(arena)
-        return arena.pin(entry.slot, entry.generation, purpose=Purpose.FLUSH)
-
     # -- requests
 
     async def handle(self, peer: Peer, request: Request) -> None:
         """One request of one client. Raises EverstepError where the client is to be refused."""
-        self._handling += 1
-        try:
+        with self.working():
             if isinstance(request, Register):
                 await self._register(peer, request)
             elif isinstance(request, StatusRequest):
@@ -257,8 +195,6 @@ class Service:
                 self.protection.taken(request)
             elif isinstance(request, Bye):
                 await self._bye(peer, peer.member, request)
-        finally:
-            self._handling -= 1
 
     async def _register(self, peer: Peer, hello: Register) -> None:
         fd = None if hello.arena else peer.take_fd()
@@ -270,14 +206,14 @@ class Service:
         self.members.add(member)
         self.protection.joined(member)
         if hello.arena:
-            await self._journaled(self._journal.put_member, member.entry())
+            await self.journaled(self.journal.put_member, member.entry())
         if hello.incarnation >= self.members.newest:
             self._follow(AgentSettings.from_wire(hello.settings))
         peer.member = member
         if peer.open:
             self._registered.add(peer)
         self.beacons.changed()
-        peer.send(Welcome(self._journal.epoch))
+        peer.send(Welcome(self.journal.epoch))
         self.keep(self._check_incarnations())
 
     async def _admit(self, hello: Register, fd: int | None) -> Member:
@@ -292,9 +228,9 @@ class Service:
                 expected=theirs.root,
                 hint="Set another runtime_dir",
             )
-        await self._ensure_run(hello.run_id)
+        await self.ensure_run(hello.run_id)
         self.members.check(hello.incarnation, hello.rank, process)
-        arena = await asyncio.to_thread(self._arena_of, hello.arena, fd, hello.rank)
+        arena = await asyncio.to_thread(self.arena_of, hello.arena, fd, hello.rank)
         return Member(
             hello.run_id,
             hello.rank,
@@ -306,7 +242,7 @@ class Service:
             hello.arena,
         )
 
-    def _arena_of(self, path: str, fd: int | None, rank: int) -> Arena:
+    def arena_of(self, path: str, fd: int | None, rank: int) -> Arena:
         known = self.members.arena(rank)
         return open_arena(path, fd, rank=rank, run_key=self.settings.run_key, known=known)
 
@@ -318,6 +254,7 @@ class Service:
             self._pipeline.backend = self._limited()
         if self._rotator is not None:
             self._rotator.retention = theirs.retention
+        self.tiers.follow()
 
     def _limited(self) -> Backend:
         rate = self.settings.rate_bytes_per_s
@@ -325,14 +262,20 @@ class Service:
 
     async def _flush(self, member: Member, request: FlushRequest) -> None:
         entry = self.entry_of(
-            member, request.step, request.slot, request.generation, request.attempt, request.kind
+            member,
+            request.step,
+            request.slot,
+            request.generation,
+            request.attempt,
+            request.kind,
+            tiers=request.tiers,
         )
         await self._pipeline.add(entry, self.pin_of(member, request.slot, request.generation))
 
     async def _bye(self, peer: Peer, member: Member, request: Bye) -> None:
         self.members.leave(member, FLUSHED if request.flush else KEPT, safe=request.safe)
         self.protection.left()
-        await self._journaled(self._journal.drop_member, member.entry())
+        await self.journaled(self.journal.drop_member, member.entry())
         self.beacons.changed()
         peer.send(Goodbye(request.number))
         self.keep(self._orphans.look())
@@ -360,7 +303,7 @@ class Service:
 
     def status(self) -> dict[str, Any]:
         """For people who look, and for tests: plain values."""
-        return describe(self, self._journal.epoch, time.monotonic() - self._started)
+        return describe(self, self.journal.epoch, time.monotonic() - self._started)
 
     # -- for the queue, the orphans and the beacon
 
@@ -375,11 +318,15 @@ class Service:
     @property
     def inline(self) -> bool:
         """Whether this is the agent of one trainer, within it."""
-        return isinstance(self._journal, NoJournal)
+        return isinstance(self.journal, NoJournal)
 
     async def superseded(self, incarnation: int) -> bool:
         """Whether a newer incarnation writes the run, or that cannot be told."""
         return await self._pipeline.fence.superseded(incarnation)
+
+    @property
+    def fence(self) -> Fence:
+        return self._pipeline.fence
 
     @property
     def _pipeline(self) -> Pipeline:
@@ -389,12 +336,21 @@ class Service:
 
     async def open_pipeline(self) -> Pipeline:
         """The queue, with the run opened if it is not yet."""
-        await self._ensure_run(None)
+        await self.ensure_run(None)
         return self._pipeline
 
     def entry_of(
-        self, member: Member, step: int, slot: int, generation: int, attempt: int, kind: str
+        self,
+        member: Member,
+        step: int,
+        slot: int,
+        generation: int,
+        attempt: int,
+        kind: str,
+        *,
+        tiers: Sequence[str] | None = None,
     ) -> JobEntry:
+        """``tiers``: the further ones that are to have it; None: all."""
         self._order += 1
         return JobEntry(
             incarnation=member.incarnation,
@@ -409,6 +365,7 @@ class Service:
             attempt=attempt,
             order=self._order,
             process=(member.process.pid, member.process.start_time, member.process.boot),
+            tiers=tuple([tier.name for tier in self.settings.tiers] if tiers is None else tiers),
         )
 
     @staticmethod
@@ -460,20 +417,20 @@ class Service:
             self._rotator.want(max(incarnation, self.members.newest))
 
     async def remember(self, entry: JobEntry) -> None:
-        await self._journaled(self._journal.put_job, entry)
+        await self.journaled(self.journal.put_job, entry)
 
-    async def forget(self, entries: list[JobEntry]) -> None:
-        await self._journaled(self._journal.drop_jobs, entries)
+    async def forget(self, entries: list[JobEntry], manifest: Manifest | None = None) -> None:
+        await self.tiers.settle(entries, manifest)
 
     async def journaled_guard(self, entry: GuardEntry) -> None:
-        await self._journaled(self._journal.put_guard, entry)
+        await self.journaled(self.journal.put_guard, entry)
 
     async def forget_member(self, member: Member) -> None:
-        await self._journaled(self._journal.drop_member, member.entry())
+        await self.journaled(self.journal.drop_member, member.entry())
 
     # -- inside
 
-    async def _ensure_run(self, run_id: str | None) -> RunRecord:
+    async def ensure_run(self, run_id: str | None) -> RunRecord:
         """The run under the root, opened at first need. AgentError if it is not the one that is meant."""
         async with self._run_lock:
             if self._run is None or (run_id is not None and self._run.run_id != run_id):
@@ -486,11 +443,11 @@ class Service:
                     raise AgentError(
                         "the agent still works for a former run under this root", found=self._run
                     )
-                self._open(record)
+                await self._open(record)
             assert self._run is not None
             return self._run
 
-    def _open(self, record: RunRecord) -> None:
+    async def _open(self, record: RunRecord) -> None:
         self._run = record
         self._guarded = SameRun(self._backend, record, self.run_is_gone)
         self.pipeline = Pipeline(
@@ -501,11 +458,17 @@ class Service:
             commit_timeout_s=self.settings.commit_timeout_s,
         )
         self._rotator = Rotator(
-            self._guarded, self.pipeline.fence, self.settings.retention, self._in_use, self._rotated
+            self._guarded,
+            self.pipeline.fence,
+            self.settings.retention,
+            self._in_use,
+            self._rotated,
+            self.tiers.owed,
         )
+        await self.tiers.open(self._guarded, record)
         me = Process.current()
         self._events = EventLog(
-            self._guarded, f"agent-{self.settings.run_key}-{self._journal.epoch}-{me.start_time}"
+            self._guarded, f"agent-{self.settings.run_key}-{self.journal.epoch}-{me.start_time}"
         )
         self.keep(self.pipeline.run())
 
@@ -556,9 +519,22 @@ class Service:
         except (BackendError, EverstepError) as error:
             log.warning("events could not be written: %s", error)
 
-    async def _journaled(self, work: Callable[..., Any], *args: Any) -> Any:
+    async def journaled(self, work: Callable[..., Any], *args: Any) -> Any:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._journal_thread, functools.partial(work, *args))
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """It is not idle meanwhile."""
+        self._handling += 1
+        try:
+            yield
+        finally:
+            self._handling -= 1
+
+    def count_from(self, order: int) -> None:
+        """Jobs accepted from now on come after those numbered up to ``order``."""
+        self._order = max(self._order, order)
 
     def keep(self, work: Awaitable[None]) -> None:
         """Run beside everything else; what goes wrong is logged."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from everstep.backends.api import Backend
@@ -22,10 +22,10 @@ BACKOFF_MAX_S = 5.0
 T = TypeVar("T")
 
 
-def open_root(url: str) -> Backend:
-    """The run's root: every node sees the same files there. If it is deleted under the agent, what the agent writes
-    late must not appear in a run that is made anew at the same place."""
-    return open_backend(url, shared=True, bound=True)
+def open_place(url: str, options: Mapping[str, Any] | None = None) -> Backend:
+    """The run's root, or a further tier: every node sees the same files there. If it is deleted under the agent, what
+    the agent writes late must not appear in a run that is made anew at the same place."""
+    return open_backend(url, shared=True, bound=True, options=options)
 
 
 def may_pass(error: BaseException) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,36 @@ NO_STEP = -1
 
 
 @dataclass(frozen=True)
+class TierSettings:
+    """A further place for the run's checkpoints. ``options`` open it, as fsspec knows them: they may hold secrets, and
+    are neither shown nor written anywhere. ``node``: it is this node's own; else all nodes see it."""
+
+    name: str
+    url: str
+    retention: Retention
+    rate: float | str | None = None
+    node: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "url": self.url,
+            "keep_last": self.retention.keep_last,
+            "keep_every": self.retention.keep_every,
+            "rate": self.rate,
+            "node": self.node,
+            "options": dict(self.options),
+        }
+
+    @classmethod
+    def from_wire(cls, wire: dict[str, Any]) -> TierSettings:
+        rest = dict(wire)
+        keep = Retention(keep_last=rest.pop("keep_last"), keep_every=rest.pop("keep_every"))
+        return cls(**rest, retention=keep)
+
+
+@dataclass(frozen=True)
 class AgentSettings:
     """``root`` is the canonical url of the run, ``run_key`` names (root, node) in 16 hex digits."""
 
@@ -40,6 +71,7 @@ class AgentSettings:
     queue_max: int = QUEUE_MAX
     heartbeat_s: float = HEARTBEAT_S
     heartbeat_timeout_s: float = 4 * HEARTBEAT_S
+    tiers: tuple[TierSettings, ...] = ()
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -56,6 +88,7 @@ class AgentSettings:
             "queue_max": self.queue_max,
             "heartbeat_s": self.heartbeat_s,
             "heartbeat_timeout_s": self.heartbeat_timeout_s,
+            "tiers": [tier.to_wire() for tier in self.tiers],
         }
 
     @classmethod
@@ -63,7 +96,9 @@ class AgentSettings:
         """Raises KeyError or TypeError where ``wire`` is not what :meth:`to_wire` gave."""
         rest = dict(wire)
         keep = Retention(keep_last=rest.pop("keep_last"), keep_every=rest.pop("keep_every"))
-        return cls(**{**rest, "runtime_dir": Path(rest["runtime_dir"]), "retention": keep})
+        tiers = tuple([TierSettings.from_wire(tier) for tier in rest["tiers"]])
+        changed = {"runtime_dir": Path(rest["runtime_dir"]), "retention": keep, "tiers": tiers}
+        return cls(**{**rest, **changed})
 
     def to_json(self) -> str:
         return json.dumps(self.to_wire())
@@ -97,6 +132,8 @@ class Progress:
     (``NO_STEP``): superseded, rotated, and agent_lost where nothing was unfinished. Of protection against the loss of
     nodes: peer_failed (a snapshot could not be sent; it is tried again), unprotected (training goes on without a node's
     protection), protected (it is back), replicas_differ (a rank here has other bytes of a tensor than another node's).
+    Of a further tier, whose url ``tier`` is then: mirrored (the checkpoint is durable there), mirror_failing (it is
+    still tried), mirror_dropped (it will not get there).
     ``error`` is an error's
     ``to_wire()``; ``seconds`` count from the acceptance of the flush; ``rank`` is the rank that it speaks of
     (-1: the whole step).

@@ -1,0 +1,364 @@
+"""Checkpoints on their way from the root to further tiers.
+
+Each tier has a *line* of its own: what is owed to it, in the order of commits. A line sees one checkpoint through at a
+time: this node's ranks, then, once all ranks' votes are there, the manifest; it tries as long as it takes. When more
+than ``WAITING_MAX`` wait behind it, the oldest of these is dropped, by an abort record at the tier where the tier can
+hold one, so that all nodes drop the same; the newest never is. Everything here runs on the agent's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from everstep.backends.api import Backend, Notes
+from everstep.backends.errors import BackendError
+from everstep.backends.points import reach
+from everstep.errors import EverstepError, Pruned, SaveAbandoned
+from everstep.format.manifest import Manifest
+from everstep.format.records import RunRecord
+from everstep.store.catalog import read_decision_at
+from everstep.store.mirror import conclude, copy_records, give_up, mirror_rank, missing_ranks
+from everstep.store.rotate import RotationReport
+
+from .journal import MirrorEntry
+from .rotation import Rotator
+from .storage import Fence, in_our_words, patiently
+from .values import Progress, TierSettings
+
+log = logging.getLogger("everstep.agent")
+
+WAITING_MAX = 2
+"""Checkpoints that wait behind the one that is being mirrored; of more, the oldest is dropped."""
+PAUSE_FIRST_S = 1.0
+PAUSE_MAX_S = 60.0
+"""Between tries of a tier that fails."""
+POLL_FIRST_S = 0.05
+POLL_MAX_S = 2.0
+"""Between looks whether the other nodes' ranks are there."""
+THREADS = 2
+"""That hash what passes through."""
+
+Key = tuple[int, int]
+
+
+class Owner(Protocol):
+    """What a line needs of the service around it."""
+
+    def report(self, progress: Progress) -> None: ...
+
+    async def forget_mirror(self, entry: MirrorEntry) -> None: ...
+
+    def notes(self, entry: MirrorEntry, name: str) -> Notes: ...
+
+    def open_tier(self, tier: TierSettings) -> Backend: ...
+
+    def has_first_rank(self) -> bool:
+        """Whether rank 0 is on this node, which is the one that deletes."""
+        ...
+
+    @property
+    def patience_s(self) -> float:
+        """How long other nodes' ranks may take without a sign of getting on, before this one sees to them."""
+        ...
+
+
+class Mirrors:
+    """All lines of a run. ``root`` is what they copy from."""
+
+    def __init__(self, owner: Owner, root: Backend, run: RunRecord, fence: Fence) -> None:
+        self._owner = owner
+        self._root = root
+        self._run = run
+        self._fence = fence
+        self._lines: dict[str, Line] = {}
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="everstep-mirror")
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    @property
+    def busy(self) -> bool:
+        return any(line.busy for line in self._lines.values())
+
+    def owed(self) -> set[Key]:
+        """(incarnation, step) that the root must keep."""
+        return {key for line in self._lines.values() for key in line.owed()}
+
+    def follow(self, tiers: Sequence[TierSettings]) -> None:
+        """These are the tiers now; what is owed to one that is none any more is let go of."""
+        named = {tier.name: tier for tier in tiers if not tier.node}
+        for name in list(self._lines):
+            line = self._lines[name]
+            if name not in named or named[name] != line.tier:
+                rest = self._lines.pop(name).leave()
+                task = asyncio.ensure_future(line.close())
+                self._leaving.add(task)
+                task.add_done_callback(self._leaving.discard)
+                if name in named and named[name].url == line.tier.url:
+                    self._open(named[name]).owe(rest)
+        for name in named:
+            if name not in self._lines:
+                self._open(named[name])
+
+    def owe(self, entries: Sequence[MirrorEntry]) -> list[MirrorEntry]:
+        """Take these on. Those of tiers that nobody knows (any more) are given back."""
+        unknown = []
+        for entry in entries:
+            line = self._lines.get(entry.tier)
+            if line is None:
+                unknown.append(entry)
+            else:
+                line.owe([entry])
+        return unknown
+
+    def knows(self) -> list[str]:
+        return list(self._lines)
+
+    async def close(self) -> None:
+        for line in self._lines.values():
+            line.leave()
+            await line.close()
+        await asyncio.gather(*self._leaving, return_exceptions=True)
+        self._pool.shutdown()
+
+    def status(self) -> list[dict[str, Any]]:
+        return [line.status() for line in self._lines.values()]
+
+    def _open(self, tier: TierSettings) -> Line:
+        line = Line(self._owner, self._root, tier, self._run, self._fence, self._pool)
+        self._lines[tier.name] = line
+        return line
+
+
+class Line:
+    """What is owed to one tier."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        root: Backend,
+        tier: TierSettings,
+        run: RunRecord,
+        fence: Fence,
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        self.tier = tier
+        self._owner = owner
+        self._root = root
+        self._run = run
+        self._pool = pool
+        self._backend = owner.open_tier(tier)
+        self._rotator = Rotator(self._backend, fence, tier.retention, self._in_use, self._rotated)
+        self._waiting: deque[MirrorEntry] = deque()
+        self._now: MirrorEntry | None = None
+        self._wake = asyncio.Event()
+        self._failures = 0
+        self._error: str | None = None
+        self._newest: Key | None = None
+        self._nbytes = 0
+        self._dropping: set[asyncio.Task[None]] = set()
+        self._task = asyncio.ensure_future(self._work())
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._now or self._dropping or self._rotator.busy)
+
+    def owed(self) -> set[Key]:
+        now = [self._now] if self._now is not None else []
+        return {(entry.incarnation, entry.step) for entry in [*now, *self._waiting]}
+
+    def owe(self, entries: Sequence[MirrorEntry]) -> None:
+        self._waiting.extend(entries)
+        while len(self._waiting) > WAITING_MAX:
+            self._drop(self._waiting.popleft())
+        self._wake.set()
+
+    def leave(self) -> list[MirrorEntry]:
+        """Stop; what is still owed."""
+        self._task.cancel()
+        rest = [self._now] if self._now is not None else []
+        return [*rest, *self._waiting]
+
+    async def close(self) -> None:
+        self._task.cancel()
+        for task in self._dropping:
+            task.cancel()
+        await asyncio.gather(self._task, *self._dropping, return_exceptions=True)
+        await self._rotator.close()
+        await self._backend.close()
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "name": self.tier.name,
+            "url": self.tier.url,
+            "owed": sorted(step for _, step in self.owed()),
+            "newest": self._newest[1] if self._newest is not None else None,
+            "failures": self._failures,
+            "error": self._error,
+            "sent_bytes": self._nbytes,
+        }
+
+    # -- one checkpoint after the other
+
+    async def _work(self) -> None:
+        while True:
+            while not self._waiting:
+                self._wake.clear()
+                await self._wake.wait()
+            self._now = self._waiting.popleft()
+            # What waits longest goes first: it is what the root may not remove.
+            await self._see_through(self._now)
+            self._now = None
+
+    async def _see_through(self, entry: MirrorEntry) -> None:
+        pause, began = PAUSE_FIRST_S, time.monotonic()
+        while True:
+            try:
+                decision = await self._mirror(entry)
+                break
+            except Pruned as error:
+                await self._end(entry, began, "mirror_dropped", error)
+                return
+            except Exception as error:
+                if not isinstance(error, (BackendError, EverstepError, OSError)):
+                    log.error("step %d: mirroring failed unexpectedly", entry.step, exc_info=error)
+                self._fail(entry, began, error)
+            if len(self._waiting) >= WAITING_MAX:  # newer ones are there: this one has had its time
+                self._drop(entry)
+                return
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, PAUSE_MAX_S)
+        self._failures, self._error = 0, None
+        if isinstance(decision, Manifest):
+            self._newest = max(
+                self._newest or (0, 0), (entry.incarnation, entry.step), key=lambda key: key[1]
+            )
+            await self._end(entry, began, "mirrored", None)
+            if self._owner.has_first_rank():
+                self._rotator.want(entry.incarnation)
+        else:
+            why = getattr(decision, "reason", "it was removed")
+            await self._end(entry, began, "mirror_dropped", self._dropped(entry, why))
+
+    async def _mirror(self, entry: MirrorEntry) -> object:
+        """The decision at the tier. Pruned: the root has the checkpoint no more."""
+        place = entry.step, entry.incarnation, entry.attempt
+        manifest = await patiently(lambda: read_decision_at(self._root, *place))
+        if not isinstance(manifest, Manifest):
+            raise Pruned(
+                f"step {entry.step} is not mirrored: the root does not have it any more", step=entry.step
+            )
+        await patiently(lambda: copy_records(self._root, self._backend))
+        await self._ranks(entry, manifest, entry.ranks)
+        reach("mirror.ranks", str(entry.step))
+        missing: list[int] = []
+        since, pause = time.monotonic(), POLL_FIRST_S
+        while True:
+            decision = await patiently(lambda: conclude(self._root, self._backend, manifest))
+            if decision is not None:
+                return decision
+            found = await patiently(lambda: missing_ranks(self._backend, manifest))
+            if found != missing:
+                missing, since, pause = found, time.monotonic(), POLL_FIRST_S
+            elif time.monotonic() - since > self._owner.patience_s:
+                log.warning("step %d: mirroring ranks %s of other nodes, too", entry.step, found)
+                await self._ranks(entry, manifest, found)
+                since = time.monotonic()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, POLL_MAX_S)
+
+    async def _ranks(self, entry: MirrorEntry, manifest: Manifest, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            self._nbytes += await mirror_rank(
+                self._root,
+                self._backend,
+                manifest,
+                rank,
+                run=self._run,
+                pool=self._pool,
+                notes=lambda name: self._owner.notes(entry, name),
+            )
+            reach("mirror.rank", str(entry.step))
+
+    # -- ends
+
+    def _drop(self, entry: MirrorEntry) -> None:
+        task = asyncio.ensure_future(self._give_up(entry))
+        self._dropping.add(task)
+        task.add_done_callback(self._dropping.discard)
+
+    async def _give_up(self, entry: MirrorEntry) -> None:
+        why = f"newer checkpoints came before {self.tier.name} had it"
+        place = entry.step, entry.incarnation, entry.attempt
+        decision: object = None
+        with contextlib.suppress(BackendError, EverstepError):
+            manifest = await read_decision_at(self._root, *place)
+            if isinstance(manifest, Manifest):
+                decision = await give_up(self._backend, manifest, why)
+        if isinstance(decision, Manifest):
+            await self._end(entry, time.monotonic(), "mirrored", None)
+        else:
+            await self._end(entry, time.monotonic(), "mirror_dropped", self._dropped(entry, why))
+
+    def _dropped(self, entry: MirrorEntry, why: str) -> EverstepError:
+        return SaveAbandoned(
+            f"step {entry.step} will not reach {self.tier.name}: {why}", step=entry.step, tier=self.tier.url
+        )
+
+    def _fail(self, entry: MirrorEntry, began: float, error: Exception) -> None:
+        """Told at the first failure, and then each time that there were twice as many."""
+        self._failures += 1
+        words = in_our_words(error, step=entry.step, rank=None, tier=self.tier.url)
+        self._error = str(words)
+        if self._failures & (self._failures - 1) == 0:
+            log.warning("%s, failure %d: %s", self.tier.name, self._failures, words)
+            self._say(entry, began, "mirror_failing", words)
+
+    async def _end(self, entry: MirrorEntry, began: float, stage: str, error: EverstepError | None) -> None:
+        if error is not None:
+            log.warning("%s", error)
+        await self._owner.forget_mirror(entry)
+        reach("mirror.settled", str(entry.step))
+        self._say(entry, began, stage, error)
+
+    def _say(self, entry: MirrorEntry, began: float, stage: str, error: EverstepError | None) -> None:
+        self._owner.report(
+            Progress(
+                step=entry.step,
+                incarnation=entry.incarnation,
+                attempt=entry.attempt,
+                tier=self.tier.url,
+                stage=stage,
+                error=None if error is None else error.to_wire(),
+                seconds=time.monotonic() - began,
+            )
+        )
+
+    def _in_use(self, incarnation: int) -> bool:
+        return any(key[0] == incarnation for key in self.owed())
+
+    def _rotated(
+        self, incarnation: int, report: RotationReport | None, error: EverstepError | BackendError | None
+    ) -> None:
+        if error is not None:
+            log.warning("%s: rotation failed: %s", self.tier.name, error)
+
+
+class Notebook:
+    """Notes on one upload, in the journal."""
+
+    def __init__(self, load: Callable[[], bytes | None], save: Callable[[bytes], Awaitable[None]]) -> None:
+        self._load = load
+        self._save = save
+
+    def load(self) -> bytes | None:
+        return self._load()
+
+    async def save(self, data: bytes) -> None:
+        await self._save(data)

@@ -1,0 +1,130 @@
+"""The agent's further tiers: which there are, what is owed to them, and what the journal knows of that."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from everstep.backends.api import Backend, Notes
+from everstep.backends.limit import RateLimited
+from everstep.errors import EverstepError
+from everstep.format.manifest import Manifest
+from everstep.format.records import RunRecord
+
+from .journal import JobEntry, MirrorEntry
+from .mirrors import Key, Mirrors, Notebook
+from .values import Progress, TierSettings
+
+if TYPE_CHECKING:
+    from .service import Service
+
+log = logging.getLogger("everstep.agent")
+
+
+class Tiers:
+    """One agent's. Used from its loop."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._run: RunRecord | None = None
+        self._mirrors: Mirrors | None = None
+        self._unplaced: list[MirrorEntry] = []
+        """Journaled by a former agent, of tiers that no trainer has named yet: how to open them, secrets included, is
+        known from trainers only."""
+
+    @property
+    def busy(self) -> bool:
+        return self._mirrors is not None and self._mirrors.busy
+
+    def owed(self) -> set[Key]:
+        """(incarnation, step) of the checkpoints that the root must keep."""
+        waiting = {(entry.incarnation, entry.step) for entry in self._unplaced}
+        return waiting | (self._mirrors.owed() if self._mirrors is not None else set())
+
+    def status(self) -> list[dict[str, Any]]:
+        return self._mirrors.status() if self._mirrors is not None else []
+
+    async def open(self, root: Backend, run: RunRecord) -> None:
+        """The run is open, or another one is."""
+        await self.close()
+        self._run = run
+        self._mirrors = Mirrors(self, root, run, self._service.fence)
+        self.follow()
+
+    def follow(self) -> None:
+        """The trainers' settings may have changed. What was owed to a tier that the newest ones do not have is let go
+        of."""
+        if self._mirrors is None:
+            return
+        self._mirrors.follow(self._service.settings.tiers)
+        unplaced, self._unplaced = self._mirrors.owe(self._unplaced), []
+        if not self._service.members.newest:
+            self._unplaced = unplaced
+            return
+        for entry in unplaced:
+            log.warning("step %d is not mirrored to %s, which is no tier any more", entry.step, entry.tier)
+            self._service.keep(self.forget_mirror(entry))
+
+    async def resume(self, journaled: Sequence[MirrorEntry]) -> None:
+        """What a former agent left. The run is open."""
+        if not journaled or self._mirrors is None or self._run is None:
+            return
+        for entry in journaled:
+            if entry.run_id != self._run.run_id:
+                log.warning("step %d of another run is not mirrored", entry.step)
+                await self.forget_mirror(entry)
+        mine = [entry for entry in journaled if entry.run_id == self._run.run_id]
+        self._unplaced += self._mirrors.owe(mine)
+
+    async def settle(self, entries: Sequence[JobEntry], manifest: Manifest | None) -> None:
+        """The jobs are over: the journal drops them and remembers what they made owed; then the tiers hear of it."""
+        owed = [] if manifest is None else self._owed_of(entries, manifest)
+        await self._service.journaled(self._service.journal.drop_jobs, list(entries), owed)
+        if self._mirrors is not None:
+            self._unplaced += self._mirrors.owe(owed)
+
+    def _owed_of(self, entries: Sequence[JobEntry], manifest: Manifest) -> list[MirrorEntry]:
+        ranks: dict[str, list[int]] = {}
+        for entry in entries:
+            for name in entry.tiers:
+                ranks.setdefault(name, []).append(entry.rank)
+        run_id = entries[0].run_id if entries else ""
+        place = run_id, manifest.incarnation, manifest.step, manifest.attempt
+        return [MirrorEntry(name, *place, tuple(sorted(some))) for name, some in ranks.items()]
+
+    async def close(self) -> None:
+        if self._mirrors is not None:
+            await self._mirrors.close()
+            self._mirrors = None
+
+    # -- for the lines
+
+    def report(self, progress: Progress) -> None:
+        self._service.report(progress)
+
+    async def forget_mirror(self, entry: MirrorEntry) -> None:
+        try:
+            await self._service.journaled(self._service.journal.drop_mirror, entry)
+        except EverstepError as error:
+            log.error("step %d: %s", entry.step, error)
+
+    def notes(self, entry: MirrorEntry, name: str) -> Notes:
+        journal = self._service.journal
+
+        async def save(data: bytes) -> None:
+            await self._service.journaled(journal.put_upload, entry, name, data)
+
+        return Notebook(functools.partial(journal.upload, entry, name), save)
+
+    def open_tier(self, tier: TierSettings) -> Backend:
+        backend = self._service.open_backend(tier.url, tier.options)
+        return RateLimited(backend, float(tier.rate)) if isinstance(tier.rate, (int, float)) else backend
+
+    def has_first_rank(self) -> bool:
+        return 0 in self._service.members.arenas()
+
+    @property
+    def patience_s(self) -> float:
+        return self._service.settings.commit_timeout_s
