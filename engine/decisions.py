@@ -6,11 +6,11 @@ Clocks, back-pressure and intervals in seconds are read on rank 0 only, or ranks
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .plan.schedule import Decision, Schedule, merge
-from .policy import Policy
+from .policy import Policy, Tier
 from .ranks import Ranks
 
 LOOKAHEAD_STEPS = 2
@@ -28,7 +28,14 @@ class Decisions:
     """
 
     def __init__(
-        self, ranks: Ranks, policy: Policy, *, start: int, unfinished_max: int, incarnation: int = 0
+        self,
+        ranks: Ranks,
+        policy: Policy,
+        *,
+        start: int,
+        unfinished_max: int,
+        incarnation: int = 0,
+        tiers: Sequence[Tier] = (),
     ) -> None:
         self._ranks = ranks
         self._key = f"{KEY}/{incarnation}"
@@ -37,7 +44,11 @@ class Decisions:
         self._schedule: Schedule | None = None
         if ranks.rank == 0:
             self._schedule = Schedule(
-                policy.snapshot_every, policy.full_every, LOOKAHEAD_STEPS, policy.on_slow
+                policy.snapshot_every,
+                policy.full_every,
+                LOOKAHEAD_STEPS,
+                policy.on_slow,
+                {tier.name: tier.every for tier in tiers},
             )
         self._through = start
         self._last = start
@@ -70,7 +81,7 @@ class Decisions:
             f"waiting for the decision on step {step}",
             timeout_s=self._timeout_s,
         )
-        self._take(wire["through"], [Decision(*item) for item in wire["decided"]])
+        self._take(wire["through"], [Decision(*item, tiers=tuple(tiers)) for *item, tiers in wire["decided"]])
 
     def _take(self, through: int, new: list[Decision]) -> None:
         self._through = max(through, self._through)
@@ -80,4 +91,4 @@ class Decisions:
 
 
 def _to_wire(decision: Decision) -> list[Any]:
-    return [decision.step, decision.snapshot, decision.flush, decision.wait, decision.supersede]
+    return [decision.step, decision.snapshot, decision.flush, decision.wait, decision.supersede, list(decision.tiers)]

@@ -129,12 +129,14 @@ class AgentClient:
     def flush(
         self, step: int, *, slot: int, generation: int, kind: str = "full", tiers: Sequence[str] = ()
     ) -> None:
-        """Ask for the snapshot in ``slot`` to be made durable as ``step``, and then on ``tiers``, by name. Asking again before there is a
-        verdict does nothing; after a failure it opens the next attempt. Does not wait."""
+        """Ask for the snapshot in ``slot`` to be made durable as ``step``, and then on ``tiers``, by name. Asking again
+        before there is a verdict adds tiers, and does nothing else; after a failure it opens the next attempt. Does
+        not wait."""
         self._check_process()
         if step in self._wanted:
             self._pump()
         if step in self._wanted:
+            self._want_more(self._wanted[step], tiers)
             return
         attempt = self.next_attempt(step)
         _remember(self._attempts, step, attempt)
@@ -149,6 +151,12 @@ class AgentClient:
             self._raise_untold()
         else:
             self._link.send(request)
+
+    def _want_more(self, wanted: _Wanted, tiers: Sequence[str]) -> None:
+        more = [tier for tier in tiers if tier not in wanted.request.tiers]
+        if more:
+            wanted.request = msgspec.structs.replace(wanted.request, tiers=[*wanted.request.tiers, *more])
+            self._link.send(wanted.request)
 
     def next_attempt(self, step: int) -> int:
         """The attempt that the next request for ``step`` opens."""

@@ -1,8 +1,8 @@
 """What the agent has promised and not yet done, in LMDB, so that the next agent goes on after a kill -9.
 
-Entries are jobs (a rank's flush of a step that was acknowledged), mirrors (checkpoints that are owed to a further tier),
-uploads (how far each of them has come) and members (trainers that registered and neither said goodbye nor were seen
-off). Calls may wait for the disk: they are made from one
+Entries are jobs (a rank's flush of a step that was acknowledged), mirrors (checkpoints that are owed to a further
+tier), uploads (how far each of them has come) and members (trainers that registered and neither said goodbye nor were
+seen off). Calls may wait for the disk: they are made from one
 helper thread, never from the agent's loop. Only the holder of the agent's lock opens it.
 """
 
@@ -22,8 +22,8 @@ from everstep.format.hashing import hexdigest
 
 VERSION = 2
 MAP_BYTES = 64 << 20
-"""Bound of the journal; an entry has a few hundred bytes, notes of an upload some hundred kilobytes at most, and all are
-bounded in number."""
+"""Bound of the journal; an entry has a few hundred bytes, notes of an upload some hundred kilobytes at most, and all
+are bounded in number."""
 
 _KEY = struct.Struct(">QQI")
 _GUARD = b"guard"

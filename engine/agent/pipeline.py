@@ -13,7 +13,7 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -147,6 +147,7 @@ class Pipeline:
         if flush is None:
             return
         if entry.rank in flush.jobs:
+            await self._add_tiers(flush.jobs[entry.rank], entry.tiers)
             self._say(flush, "queued", rank=entry.rank)
             return
         job = flush.jobs[entry.rank] = Job(entry, pin)  # the flush's end lets go of its pin and its entry
@@ -169,6 +170,12 @@ class Pipeline:
             flush.voter = asyncio.ensure_future(self._conclude(flush))
         flush.changed.set()
         self._say(flush, "queued", rank=entry.rank)
+
+    async def _add_tiers(self, job: Job, tiers: Sequence[str]) -> None:
+        more = tuple([tier for tier in tiers if tier not in job.entry.tiers])
+        if more:
+            job.entry = replace(job.entry, tiers=job.entry.tiers + more)
+            await self._owner.remember(job.entry)
 
     def give_up(self, incarnation: int, step: int, attempt: int, reason: str, world: int) -> None:
         """End the attempt without a checkpoint, unless it is one already. All ranks hear the same. Raises

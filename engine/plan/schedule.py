@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from ..errors import BadOption
@@ -44,13 +45,15 @@ def parse_every(value: int | str | Every | None, option: str) -> Every | None:
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What all ranks do at ``step``. ``flush`` implies ``snapshot``. ``wait``: first wait (bounded) until
-    there is room for the flush; ``supersede``: first give up the oldest unfinished flush."""
+    there is room for the flush; ``supersede``: first give up the oldest unfinished flush. ``tiers``: names of the
+    further tiers that the checkpoint is to reach."""
 
     step: int
     snapshot: bool
     flush: bool
     wait: bool = False
     supersede: bool = False
+    tiers: tuple[str, ...] = ()
 
 
 def merge(decisions: Iterable[Decision]) -> Decision | None:
@@ -66,6 +69,7 @@ def merge(decisions: Iterable[Decision]) -> Decision | None:
                 flush or d.flush,
                 wait or d.wait,
                 supersede or d.supersede,
+                tuple(dict.fromkeys([*merged.tiers, *d.tiers])),
             )
         merged = d
     return merged
@@ -96,6 +100,23 @@ class _Timer:
         return is_due
 
 
+class _Share:
+    """Says which flushes go to a further tier: every n-th that was decided, the first included, or the first after some
+    time."""
+
+    def __init__(self, every: Every) -> None:
+        self._every = every
+        self._count = 0
+        self._timer = _Timer(every) if every.steps is None else None
+
+    def due(self, step: int, now: float) -> bool:
+        if self._timer is not None:
+            return self._timer.due(step, now)
+        self._count += 1
+        assert self._every.steps is not None
+        return (self._count - 1) % self._every.steps == 0
+
+
 class Schedule:
     """The decision machine of the one rank that decides. Not thread-safe; holds no clock.
 
@@ -111,8 +132,10 @@ class Schedule:
         full_every: int | str | Every | None,
         lookahead: int,
         on_slow: OnSlow = "wait",
+        tiers: Mapping[str, int | str | Every] = MappingProxyType({}),
     ) -> None:
-        """``lookahead``: how many steps ahead of the current one are decided. Raises :class:`BadOption`."""
+        """``lookahead``: how many steps ahead of the current one are decided. ``tiers``: by name of a further tier
+        which flushes go there: every n-th, or one in each interval of time. Raises :class:`BadOption`."""
         if on_slow not in ON_SLOW:
             raise BadOption("on_slow cannot be used", found=repr(on_slow), expected=" or ".join(ON_SLOW))
         if isinstance(lookahead, bool) or not isinstance(lookahead, int) or lookahead < 0:
@@ -126,6 +149,11 @@ class Schedule:
         self._snapshot = _Timer(parse_every(snapshot_every, "snapshot_every"))
         self._full = _Timer(parse_every(full_every, "full_every"))
         self._superseded = False
+        self._tiers: dict[str, _Share] = {}
+        for name, value in tiers.items():
+            every = parse_every(value, f"every of tier {name}")
+            if every is not None:
+                self._tiers[name] = _Share(every)
 
     def extend(self, through: int, now: float, unfinished: int, unfinished_max: int) -> list[Decision]:
         """Decide all steps up to ``through`` (the current step and ``lookahead``) that are not decided yet.
@@ -151,11 +179,11 @@ class Schedule:
         snapshot = self._snapshot.due(step, now)
         if not self._full.due(step, now):
             return Decision(step, snapshot, False)
-        if unfinished < unfinished_max:
-            return Decision(step, True, True)
-        if self.on_slow == "wait":
-            return Decision(step, True, True, wait=True)
-        if self.on_slow == "supersede" and not self._superseded:
-            self._superseded = True
-            return Decision(step, True, True, supersede=True)
-        return Decision(step, snapshot, False)
+        room = unfinished < unfinished_max
+        wait = not room and self.on_slow == "wait"
+        supersede = not room and self.on_slow == "supersede" and not self._superseded
+        if not (room or wait or supersede):
+            return Decision(step, snapshot, False)
+        self._superseded = self._superseded or supersede
+        tiers = tuple([name for name, share in self._tiers.items() if share.due(step, now)])
+        return Decision(step, True, True, wait=wait, supersede=supersede, tiers=tiers)
