@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .handles import SaveHandle
     from .loading import Recovery
     from .oneshot import load, save
-    from .policy import Memory, Policy
+    from .policy import Memory, Policy, Tier
     from .sizing import MemoryPlan, plan_memory
     from .state.registry import register
     from .state.sharded import Shards, flat_range
@@ -29,6 +29,7 @@ _HOMES = {
     "Recovery": "loading",
     "SaveHandle": "handles",
     "Shards": "state.sharded",
+    "Tier": "policy",
     "TrainState": "state.trainstate",
     "errors": "",
     "flat_range": "state.sharded",
@@ -46,6 +47,7 @@ __all__ = [
     "Recovery",
     "SaveHandle",
     "Shards",
+    "Tier",
     "TrainState",
     "__version__",
     "errors",

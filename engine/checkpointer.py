@@ -36,11 +36,11 @@ from .memory.arena import Arena
 from .memorytier import MemoryTier, Room
 from .nodes import node_of
 from .opening import Origin, begin_incarnation
-from .places import locate
+from .places import locate, with_tiers
 from .plan.parity import fit
 from .plan.placement import Node
 from .planning import Copies, expected_slot_bytes
-from .policy import SHARED_MEMORY, Memory, Policy
+from .policy import SHARED_MEMORY, Memory, Policy, Tier
 from .ranks import Ranks
 from .reading import into_state
 from .rollback import Rollbacks
@@ -60,7 +60,8 @@ class Checkpointer:
     """Checkpoints of one training run, on every rank of the job.
 
     ``root`` is a directory that all ranks share. ``memory`` is the tier of snapshots in shared memory, ``policy``
-    says when what is written and kept, ``config`` (hyper-parameters) is hashed and compared at load.
+    says when what is written and kept, ``tiers`` are further places that checkpoints are copied to, ``config``
+    (hyper-parameters) is hashed and compared at load.
     ``agent="inline"`` runs the background work on a thread of each rank instead of a process per node.
     ``fresh="why"`` starts again in a run that has checkpoints; ``take_over=True`` supersedes a living writer.
     ``mesh`` names the axes of the ranks and their sizes (default: ``{"data": world}``). ``node`` overrides the
@@ -82,6 +83,7 @@ class Checkpointer:
         *,
         memory: Memory | None = Memory(),  # noqa: B008  (frozen)
         policy: Policy | None = None,
+        tiers: Sequence[Tier] = (),
         config: Any = None,
         agent: Literal["process", "inline"] = "process",
         fresh: str | None = None,
@@ -95,7 +97,7 @@ class Checkpointer:
             raise BadOption("fresh= must say why", found=repr(fresh), expected="a text")
         _check_kind("policy", policy, Policy)
         _check_kind("memory", memory, Memory)
-        self._place = locate(root, node=node)
+        self._place = with_tiers(locate(root, node=node), tiers)
         self._backend: Backend = open_backend(self._place.url, shared=True)
         self._memory = memory
         self._room = (

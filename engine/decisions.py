@@ -91,4 +91,11 @@ class Decisions:
 
 
 def _to_wire(decision: Decision) -> list[Any]:
-    return [decision.step, decision.snapshot, decision.flush, decision.wait, decision.supersede, list(decision.tiers)]
+    return [
+        decision.step,
+        decision.snapshot,
+        decision.flush,
+        decision.wait,
+        decision.supersede,
+        list(decision.tiers),
+    ]

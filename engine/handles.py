@@ -8,38 +8,39 @@ from .errors import EverstepError
 
 
 class _Watched(Protocol):
-    def outcome(self, step: int) -> tuple[bool, EverstepError | None]: ...
-    def wait_durable(self, step: int, timeout_s: float | None) -> None: ...
+    def outcome(self, step: int, tier: str | None) -> tuple[bool, EverstepError | None]: ...
+    def wait_durable(self, step: int, timeout_s: float | None, tier: str | None) -> None: ...
 
 
 class SaveHandle:
     """One flush on its way. Durable means: every rank's images, votes and the manifest are fsynced, files and
-    directories.
+    directories; in an object store: completed and verified.
 
-    Used from the thread that made it. All ranks get the same outcome.
+    ``tier`` is the name of a further tier (:class:`~.policy.Tier`); None is the run's root. Used from the thread that
+    made it. All ranks get the same outcome.
     """
 
     def __init__(self, step: int, watched: _Watched) -> None:
         self.step = step
         self._watched = watched
 
-    def done(self) -> bool:
-        """Whether the checkpoint is durable. False while it is on its way, and for ever if it failed."""
-        finished, error = self._watched.outcome(self.step)
+    def done(self, tier: str | None = None) -> bool:
+        """Whether the checkpoint is durable there. False while it is on its way, and for ever if it failed."""
+        finished, error = self._watched.outcome(self.step, tier)
         return finished and error is None
 
     @property
     def error(self) -> EverstepError | None:
         """Why the flush failed or was given up; None while it is on its way and when it is durable."""
-        return self._watched.outcome(self.step)[1]
+        return self._watched.outcome(self.step, None)[1]
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Return once the checkpoint is durable. Raises SaveFailed (or SaveAbandoned) if it will not be, and
-        after ``timeout_s`` (None: the policy's close_timeout_s)."""
-        self._watched.wait_durable(self.step, timeout_s)
+    def wait(self, tier: str | None = None, timeout_s: float | None = None) -> None:
+        """Return once the checkpoint is durable there. Raises SaveFailed (or SaveAbandoned) if it will not be, and
+        after ``timeout_s`` (None: the policy's close_timeout_s); BadOption for a tier that it does not go to."""
+        self._watched.wait_durable(self.step, timeout_s, tier)
 
     def __repr__(self) -> str:
-        finished, error = self._watched.outcome(self.step)
+        finished, error = self._watched.outcome(self.step, None)
         return (
             f"SaveHandle(step={self.step}, {'failed' if error else 'durable' if finished else 'on its way'})"
         )

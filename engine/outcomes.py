@@ -6,7 +6,7 @@ import logging
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from .agent.client import Progress
 from .errors import EverstepError, SaveAbandoned, SaveFailed, Superseded, from_wire
@@ -24,6 +24,9 @@ FINDINGS_MAX = 64
 PROTECTION = ("peer_failed", "unprotected", "protected", "replicas_differ")
 """What agents say of protection against the loss of nodes."""
 
+TIERS = ("mirrored", "mirror_failing", "mirror_dropped")
+"""What agents say of a further tier."""
+
 FINISHED = ("committed", "failed", "abandoned", "superseded")
 
 
@@ -36,6 +39,9 @@ class Outcomes:
         self._flushes: OrderedDict[int, Progress | None] = OrderedDict()
         self._attempts: dict[int, int] = {}
         self._in_a_row = 0
+        self._tiers: dict[int, dict[str, Progress | None]] = {}
+        """By step and url, the further tiers that it is owed to."""
+        self._dropped_in_a_row: dict[str, int] = {}
         self._untold: list[EverstepError] = []
         self._findings: OrderedDict[str, None] = OrderedDict()
         """Texts of what the comparison of the ranks found, to be told as warnings."""
@@ -43,13 +49,16 @@ class Outcomes:
         self.superseded: Superseded | None = None
         self.newest_durable: int | None = None
 
-    def expect(self, step: int, attempt: int) -> None:
-        """A flush of ``step`` was asked for; verdicts on attempts before ``attempt`` say nothing of it."""
+    def expect(self, step: int, attempt: int, tiers: Collection[str] = ()) -> None:
+        """A flush of ``step`` was asked for; verdicts on attempts before ``attempt`` say nothing of it. ``tiers``: urls
+        of those that it is owed to then."""
         self._flushes[step] = None
+        self._tiers[step] = dict.fromkeys(tiers)
         self._attempts[step] = attempt
         self._flushes.move_to_end(step)
         while len(self._flushes) > REMEMBERED_MAX:
-            del self._attempts[self._flushes.popitem(last=False)[0]]
+            oldest = self._flushes.popitem(last=False)[0]
+            del self._attempts[oldest], self._tiers[oldest]
 
     def unfinished(self) -> list[int]:
         return [step for step, last in self._flushes.items() if last is None]
@@ -57,6 +66,17 @@ class Outcomes:
     def asked(self, step: int) -> bool:
         """Whether a flush of ``step`` is on its way or durable (not: failed)."""
         return step in self._flushes and self.outcome(step)[1] is None
+
+    def owe(self, step: int, tiers: Collection[str]) -> list[str]:
+        """The flush of ``step`` goes to these, too; those to which it did not."""
+        known = self._tiers.setdefault(step, {})
+        more = [url for url in tiers if url not in known]
+        known.update(dict.fromkeys(more))
+        return more
+
+    def is_owed(self, step: int, tier: str) -> bool:
+        """Whether the flush of ``step`` goes, or went, to the further tier with that url."""
+        return tier in self._tiers.get(step, {})
 
     def note(self, progress: Progress) -> None:
         """Take in one message of the agent."""
@@ -74,6 +94,9 @@ class Outcomes:
             return
         if progress.stage in PROTECTION:
             self._note_protection(progress)
+            return
+        if progress.stage in TIERS:
+            self._note_tier(progress)
             return
         if progress.stage == "superseded":
             found = _as_error(progress, Superseded)
@@ -105,6 +128,26 @@ class Outcomes:
         elif len(self._findings) < FINDINGS_MAX:
             self._findings[text] = None
 
+    def _note_tier(self, progress: Progress) -> None:
+        """A checkpoint that never gets to a tier counts as a failure; trouble on the way is told."""
+        owed = self._tiers.get(progress.step)
+        if progress.stage == "mirror_failing":
+            error = _as_error(progress, EverstepError)
+            if len(self._findings) < FINDINGS_MAX:
+                self._findings[f"{progress.tier}: {error}; it is tried again"] = None
+            return
+        if owed is None or owed.get(progress.tier, progress) is not None:
+            return
+        owed[progress.tier] = progress
+        if progress.stage == "mirrored":
+            self._dropped_in_a_row[progress.tier] = 0
+            log.info("everstep: step %d is durable at %s", progress.step, progress.tier)
+            return
+        error = _as_error(progress, SaveAbandoned)
+        self._dropped_in_a_row[progress.tier] = self._dropped_in_a_row.get(progress.tier, 0) + 1
+        log.warning("everstep: %s", error)
+        self._untold.append(error)
+
     def _find(self, progress: Progress) -> None:
         """What the ranks' hashes say; the same is told once."""
         error = _as_error(progress, EverstepError)
@@ -113,13 +156,18 @@ class Outcomes:
             self._told.add(about)
             self._findings[str(error)] = None
 
-    def outcome(self, step: int) -> tuple[bool, EverstepError | None]:
-        """(finished, error) of a flush."""
+    def outcome(self, step: int, tier: str | None = None) -> tuple[bool, EverstepError | None]:
+        """(finished, error) of a flush; at the further tier with that url, if one is given. A flush that failed is
+        owed to none."""
         progress = self._flushes.get(step)
+        if tier is not None and (progress is None or progress.stage == "committed"):
+            progress = self._tiers.get(step, {}).get(tier)
         if progress is None:
             return False, None
-        if progress.stage == "committed":
+        if progress.stage in ("committed", "mirrored"):
             return True, None
+        if progress.stage == "mirror_dropped":
+            return True, _as_error(progress, SaveAbandoned)
         kind = {"abandoned": SaveAbandoned, "superseded": Superseded}.get(progress.stage, SaveFailed)
         return True, _as_error(progress, kind)
 
@@ -134,7 +182,8 @@ class Outcomes:
         if not untold:
             return
         limit = self._policy.failures_max
-        if self._policy.on_failure == "raise" or (limit is not None and self._in_a_row >= limit):
+        in_a_row = max([self._in_a_row, *self._dropped_in_a_row.values()])
+        if self._policy.on_failure == "raise" or (limit is not None and in_a_row >= limit):
             raise untold[-1]
         for error in untold:
             warnings.warn(f"everstep: {error}", RuntimeWarning, stacklevel=3)
@@ -143,14 +192,18 @@ class Outcomes:
         """The caller hears of this step's failure by another way (its handle)."""
         self._untold = [error for error in self._untold if error.fields.get("step") != step]
 
-    def wait(self, step: int, timeout_s: float, look: Callable[[float], None]) -> None:
-        """Until the flush of ``step`` is finished; ``look(seconds)`` waits for the agent's next message."""
+    def wait(
+        self, step: int, timeout_s: float, look: Callable[[float], None], tier: str | None = None
+    ) -> None:
+        """Until the flush of ``step`` is finished, at ``tier`` if one is given (its url); ``look(seconds)`` waits for
+        the agent's next message."""
         until = time.monotonic() + timeout_s
-        while not self.outcome(step)[0]:
+        where = "" if tier is None else f" at {tier}"
+        while not self.outcome(step, tier)[0]:
             left = until - time.monotonic()
             if left <= 0:
                 raise SaveFailed(
-                    f"step {step} did not become durable in time",
+                    f"step {step} did not become durable{where} in time",
                     found=f"still on its way after {timeout_s:g} s",
                     hint="It may still arrive; look at the agent's log, or wait again.",
                     step=step,

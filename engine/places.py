@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
+from .agent.values import TierSettings
 from .backends.errors import Permanent
 from .backends.open import SUPPORTED, local_path
 from .errors import BadOption
 from .format.hashing import hexdigest
+from .plan.retention import Retention
+from .policy import Tier
 
 RUNTIME_BASE = Path("/var/tmp")
 """Node-local directory for the agent's journal and socket: it survives a reboot, as the journal must."""
@@ -26,6 +30,10 @@ class Place:
     node: str
     run_key: str
     runtime_base: Path
+    tiers: tuple[TierSettings, ...] = ()
+    """Further places for its checkpoints."""
+    shares: tuple[Tier, ...] = ()
+    """The same, as the user gave them."""
 
     def agent_dir(self, run_id: str) -> Path:
         """Private directory of the run's agent on this node: lock, socket, journal, log."""
@@ -50,3 +58,24 @@ def locate(root: str | os.PathLike[str], *, node: str | None = None) -> Place:
     key = hexdigest(f"{url}\0{name}".encode())[:16]
     base = Path(os.environ.get("EVERSTEP_RUNTIME_DIR") or RUNTIME_BASE).absolute()
     return Place(url=url, node=name, run_key=key, runtime_base=base / f"everstep-{os.getuid()}")
+
+
+def with_tiers(place: Place, tiers: Sequence[Tier]) -> Place:
+    """The place with its further tiers. BadOption where two are one, or one is the root or lies within it."""
+    found: list[TierSettings] = []
+    for tier in tiers:
+        if not isinstance(tier, Tier):
+            raise BadOption("tiers= must be a list of everstep.Tier", found=repr(tier))
+        url = locate(tier.url).url
+        for name, other in [("the root", place.url), *((one.name, one.url) for one in found)]:
+            if f"{url}/".startswith(f"{other}/") or f"{other}/".startswith(f"{url}/"):
+                raise BadOption(
+                    f"tier {tier.name} and {name} are not two places",
+                    found=url,
+                    expected=f"none within {other}",
+                )
+        if any(tier.name == one.name for one in found):
+            raise BadOption("two tiers have one name", found=tier.name, hint="Tier(..., name=)")
+        keep = Retention(keep_last=tier.keep_last, keep_every=tier.keep_every)
+        found.append(TierSettings(tier.name, url, keep, tier.rate, options=dict(tier.storage_options)))
+    return replace(place, tiers=tuple(found), shares=tuple(tiers))

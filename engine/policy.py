@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 from .errors import BadOption
 from .peers.address import split_address
 from .plan.schedule import parse_every
 
 SHARED_MEMORY = Path("/dev/shm")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
 SLOTS_MIN = 3
 SLOTS_MAX = 64
 REPLICA_RATE_MIN = 64 << 10
@@ -206,6 +211,53 @@ class Policy:
                 )
         for name in ("snapshot_every", "full_every"):
             parse_every(getattr(self, name), f"Policy({name}=)")
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A further place for checkpoints, behind the run's root: ``url`` is a path or a URL as fsspec knows them
+    (``s3://bucket/run``), ``storage_options`` what opens it (never logged or stored; credentials are better left to the
+    environment). The node's agent copies to it what has become durable at the root, while training goes on.
+
+    ``name`` is what handles and ``everstep status`` call it (default: the URL's scheme). ``every`` says which flushes
+    go there: each n-th, the first included, or one in each interval ("1h"); an explicit ``save`` and the last snapshot
+    at ``close`` always do. ``keep_last`` and ``keep_every`` are this tier's own retention. ``rate`` limits what a node
+    sends to it, in bytes per second.
+    """
+
+    url: str | os.PathLike[str]
+    name: str = ""
+    every: int | str = 1
+    keep_last: int = 3
+    keep_every: int | None = None
+    rate: float | None = None
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.url, (str, os.PathLike)) or not os.fspath(self.url):
+            raise BadOption("Tier(url=) must be a path or a URL", found=repr(self.url))
+        scheme = _SCHEME.match(os.fspath(self.url))
+        name = self.name or (scheme.group(1) if scheme else "file")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise BadOption(
+                "Tier(name=) cannot be used", found=repr(name), expected="up to 64 letters, digits, _ and -"
+            )
+        object.__setattr__(self, "name", name)
+        parse_every(self.every, "Tier(every=)")
+        if self.every is None:
+            raise BadOption(
+                "Tier(every=) cannot be used", found=None, expected="a number of flushes, or a time"
+            )
+        for what, value in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
+            optional = what == "keep_every" and value is None
+            if not optional and (not _is_whole(value) or value < 1):
+                raise BadOption(f"Tier({what}=) must be a whole number, at least 1", found=repr(value))
+        if self.rate is not None and (not _is_number(self.rate) or self.rate <= 0):
+            raise BadOption("Tier(rate=) must be a number of bytes per second above 0", found=repr(self.rate))
+        if not isinstance(self.storage_options, Mapping):
+            raise BadOption(
+                "Tier(storage_options=) must be a mapping", found=type(self.storage_options).__name__
+            )
 
 
 def _is_whole(value: object) -> TypeGuard[int]:

@@ -7,7 +7,7 @@ import logging
 import platform
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from .agent.values import AgentSettings, Hello
 from .auditing import Auditor
 from .config import plain_metrics
 from .decisions import Decisions
-from .errors import AgentError, EverstepError, ReplicasDiffer, StepOrder
+from .errors import AgentError, BadOption, EverstepError, ReplicasDiffer, StepOrder
 from .format.records import IncarnationRecord, RunRecord
 from .guarding import Protection, begin_protection
 from .handles import SaveHandle
@@ -77,8 +77,14 @@ class Session:
         self.outcomes = Outcomes(policy, record.number)
         self._unfinished_max = max(1, slots - 2)
         start = adopted[1] if adopted else -1
+        self._urls = {tier.name: tier.url for tier in place.tiers}
         self._decisions = Decisions(
-            ranks, policy, start=start, unfinished_max=self._unfinished_max, incarnation=record.number
+            ranks,
+            policy,
+            start=start,
+            unfinished_max=self._unfinished_max,
+            incarnation=record.number,
+            tiers=place.shares,
         )
         self._snapshots = Snapshots(
             tier,
@@ -92,6 +98,7 @@ class Session:
         copies = max([len(some) for some in holders], default=0)
         self._auditor = Auditor(ranks.rank, ranks.world, policy, copies)
         self._pending: Taken | None = None
+        self._pending_tiers: list[str] = []
         self._pins: dict[int, Pinned] = {}
         """Slots whose flush was asked for: the agent pins a slot only when it comes to the request, and a new one
         has to find what a killed one was writing."""
@@ -143,7 +150,7 @@ class Session:
         if decision.flush or (decision.snapshot and self._memory):
             self._snapshot(step, state, metrics, late=True, flush=decision.flush)
         self._passed(step)
-        return self._flush(step) if decision.flush else None
+        return self._flush(step, decision.tiers) if decision.flush else None
 
     def save(self, step: int, state: TrainState, metrics: Mapping[str, Any] | None) -> SaveHandle:
         """A full checkpoint of ``step``, whatever the schedule says; of the snapshot that is there, if it is of
@@ -156,7 +163,7 @@ class Session:
         self._last_step = step
         self._heartbeat.stepped(step)
         self._settle()  # the agent is to begin now, whether or not another call follows soon
-        return self._flush(step)
+        return self._flush(step, self._urls)
 
     def _is_refused(self, step: int) -> bool:
         """Whether the snapshot of ``step`` was refused for its bytes; it is gone then, to be taken anew."""
@@ -173,19 +180,37 @@ class Session:
         self._hear_quietly()
         self.outcomes.tell()
 
-    def outcome(self, step: int) -> tuple[bool, Any]:
+    def outcome(self, step: int, tier: str | None = None) -> tuple[bool, Any]:
+        url = self._url(step, tier)
         if not self._ended:
             self._send_pending()
             self._hear_quietly()
-        return self.outcomes.outcome(step)
+        return self.outcomes.outcome(step, url)
 
-    def wait_durable(self, step: int, timeout_s: float | None) -> None:
+    def _url(self, step: int, tier: str | None) -> str | None:
+        """Of the further tier of that name. BadOption where there is none, or the step does not go there."""
+        if tier is None:
+            return None
+        url = self._urls.get(tier)
+        if url is None or not self.outcomes.is_owed(step, url):
+            raise BadOption(
+                f"step {step} does not go to tier {tier!r}",
+                found=tier,
+                expected=[name for name, one in self._urls.items() if self.outcomes.is_owed(step, one)]
+                or None,
+                hint="save() goes to all tiers, step() to those whose every= says so",
+            )
+        return url
+
+    def wait_durable(self, step: int, timeout_s: float | None, tier: str | None = None) -> None:
         """For handles: returns when ``step`` is durable, raises why it will not be."""
+        url = self._url(step, tier)
         self._settle()
         self.outcomes.forget_untold(step)
-        self.outcomes.wait(step, self._policy.close_timeout_s if timeout_s is None else timeout_s, self._look)
+        seconds = self._policy.close_timeout_s if timeout_s is None else timeout_s
+        self.outcomes.wait(step, seconds, self._look, url)
         self.outcomes.forget_untold(step)
-        error = self.outcomes.outcome(step)[1]
+        error = self.outcomes.outcome(step, url)[1]
         if error is not None:
             raise error
 
@@ -204,6 +229,7 @@ class Session:
             "guarded": self._tier.guarded,
             "newest_durable": self.outcomes.newest_durable,
             "unfinished": self.outcomes.unfinished(),
+            "tiers": agent.get("tiers", []),
             "peers": agent.get("guard"),
             "agent": agent,
         }
@@ -233,7 +259,7 @@ class Session:
         self._settle()
         newest = self._snapshots.newest
         if newest is not None:
-            self._flush(newest.step)
+            self._flush(newest.step, self._urls)
         for step in self.outcomes.unfinished():
             self.outcomes.wait(step, self._policy.close_timeout_s, self._look)
         if newest is not None:
@@ -345,12 +371,16 @@ class Session:
         self._tell_taken()
         self._tier.drop_outgrown()
 
-    def _flush(self, step: int) -> SaveHandle:
+    def _flush(self, step: int, tiers: Collection[str]) -> SaveHandle:
+        """``tiers``: names of those that it is to reach; more may be asked for later."""
         newest = self._snapshots.newest
         assert newest is not None and newest.step == step, "only the newest snapshot is flushed"
-        if not self.outcomes.asked(step):
-            self.outcomes.expect(step, self._client.next_attempt(step))
-            self._pending = newest
+        urls = [self._urls[name] for name in tiers]
+        known = self.outcomes.asked(step)
+        if not known:
+            self.outcomes.expect(step, self._client.next_attempt(step), urls)
+        if not known or self.outcomes.owe(step, urls):
+            self._pending, self._pending_tiers = newest, list(tiers)
             self._send_pending()
         return SaveHandle(step, self)
 
@@ -370,7 +400,13 @@ class Session:
             self._pending = None
             self._pins[taken.step] = self._tier.arena.pin(taken.slot, taken.generation, purpose=Purpose.FLUSH)
             with self._bearing_its_loss():
-                self._client.flush(taken.step, slot=taken.slot, generation=taken.generation, kind="full")
+                self._client.flush(
+                    taken.step,
+                    slot=taken.slot,
+                    generation=taken.generation,
+                    kind="full",
+                    tiers=self._pending_tiers,
+                )
 
     def _tell_taken(self) -> None:
         """The agent sends a snapshot to other nodes once it is whole."""
@@ -479,6 +515,7 @@ def agent_settings(place: Place, policy: Policy, run_id: str, chunk_bytes: int) 
         heartbeat_timeout_s=policy.heartbeat_timeout_s or 4 * policy.heartbeat_s,
         commit_timeout_s=policy.commit_timeout_s,
         chunk_bytes=chunk_bytes,
+        tiers=place.tiers,
     )
 
 

@@ -33,7 +33,7 @@ def made_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             for step in steps:
                 model(torch.ones(2, 64)).sum().backward()
                 optimizer.step()
-                ckpt.save(step, state, metrics={"loss": 1 / step, "worst": float("nan")}).wait(30)
+                ckpt.save(step, state, metrics={"loss": 1 / step, "worst": float("nan")}).wait(timeout_s=30)
 
     try:
         go_on(None, MADE_STEPS)

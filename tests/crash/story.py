@@ -78,7 +78,7 @@ def train(root: Path, memory: Path, agent: Any) -> None:
         os.environ.pop("EVERSTEP_AGENT_POINTS", None)  # the next agent is to live
         say("step", step)
         if step % 2 == 0:
-            ckpt.save(step, state).wait(30)
+            ckpt.save(step, state).wait(timeout_s=30)
             say("durable", step)
             if start is None:
                 see_rotation(root, step - 2 * KEEP)

@@ -51,7 +51,7 @@ def write(root: Path, memory: Path) -> Path:
     )
     ckpt.load(everstep.TrainState(rng=False, **state_of(0)))
     for step in (OLD, NEW):
-        ckpt.save(step, everstep.TrainState(rng=False, **state_of(step))).wait(30)
+        ckpt.save(step, everstep.TrainState(rng=False, **state_of(step))).wait(timeout_s=30)
     (path,) = memory.rglob("*.arena")
     kept = path.read_bytes()
     ckpt.close()

@@ -137,7 +137,7 @@ say(ckpt.rollback(5, reason="a spike"))
 train(6, 6)
 say("on")
 try:
-    later.wait(20)
+    later.wait(timeout_s=20)
     say("durable")
 except everstep.errors.EverstepError as error:
     say(type(error).__name__)

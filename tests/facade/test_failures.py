@@ -131,7 +131,7 @@ def test_a_handle_tells_after_close_and_reports_timeouts(root: Path) -> None:
     ckpt.load(state)
     handle = ckpt.save(1, state)
     with pytest.raises(errors.SaveFailed, match="in time"):
-        handle.wait(0.05)
+        handle.wait(timeout_s=0.05)
     assert handle.error is None and not handle.done()
     ckpt.close()
     assert handle.done() and handle.error is None and "durable" in repr(handle)

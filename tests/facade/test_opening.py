@@ -237,7 +237,7 @@ def test_a_run_deleted_under_its_trainer_is_told_and_a_new_one_can_be_opened(roo
     ckpt.save(1, {"n": 1}).wait()
     shutil.rmtree(root)
     with pytest.raises(errors.EverstepError):
-        ckpt.save(2, {"n": 2}).wait(10)
+        ckpt.save(2, {"n": 2}).wait(timeout_s=10)
     with pytest.warns(RuntimeWarning, match="former checkpointer"):
         again = opened(root)
     assert again.load({"n": 0}) is None

@@ -79,7 +79,7 @@ def make_pair_rank(root: Path) -> None:
         root, memory=memory, agent="inline", policy=everstep.Policy(snapshot_every=None)
     ) as ckpt:
         ckpt.load(state)
-        ckpt.save(contents.PAIR_STEP, state, metrics={"loss": 0.25}).wait(60)
+        ckpt.save(contents.PAIR_STEP, state, metrics={"loss": 0.25}).wait(timeout_s=60)
     torch.distributed.destroy_process_group()
 
 

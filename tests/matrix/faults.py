@@ -34,7 +34,7 @@ def start(rank: int, world: int, mesh: str, root: Path) -> tuple[everstep.Checkp
     state.replicated = frozenset({"extra"})
     checkpointer = open_run(root)
     checkpointer.load(state)
-    checkpointer.save(1, state).wait(60)
+    checkpointer.save(1, state).wait(timeout_s=60)
     return checkpointer, state
 
 
@@ -52,7 +52,7 @@ def go_on(checkpointer: everstep.Checkpointer, state: everstep.TrainState, step:
     """A later save, with whatever was wrong put right; "" if it is durable."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of the failure before, which the caller knows
-        text, _ = told(lambda: checkpointer.save(step, state).wait(60))
+        text, _ = told(lambda: checkpointer.save(step, state).wait(timeout_s=60))
         closing, _ = told(checkpointer.close)
     return text + closing
 
@@ -60,14 +60,14 @@ def go_on(checkpointer: everstep.Checkpointer, state: everstep.TrainState, step:
 def other_shapes(rank: int, world: int, mesh: str, root: Path) -> tuple[str, float, str]:
     checkpointer, state = start(rank, world, mesh, root)
     state.extra["more"] = torch.zeros(5 if rank == BAD else 4)
-    text, seconds = told(lambda: checkpointer.save(2, state).wait(60))
+    text, seconds = told(lambda: checkpointer.save(2, state).wait(timeout_s=60))
     state.extra["more"] = torch.zeros(6)
     return text, seconds, go_on(checkpointer, state, 3)
 
 
 def other_step(rank: int, world: int, mesh: str, root: Path) -> tuple[str, float, str]:
     checkpointer, state = start(rank, world, mesh, root)
-    text, seconds = told(lambda: checkpointer.save(3 if rank == BAD else 2, state).wait(60))
+    text, seconds = told(lambda: checkpointer.save(3 if rank == BAD else 2, state).wait(timeout_s=60))
     return text, seconds, go_on(checkpointer, state, 4)
 
 
@@ -84,7 +84,7 @@ def full_disk(rank: int, world: int, mesh: str, root: Path) -> tuple[str, float,
 
     if rank == BAD:
         Door.write = full  # type: ignore[method-assign]
-    text, seconds = told(lambda: checkpointer.save(2, state).wait(60))
+    text, seconds = told(lambda: checkpointer.save(2, state).wait(timeout_s=60))
     Door.write = real  # type: ignore[method-assign]
     return text, seconds, go_on(checkpointer, state, 3)
 
@@ -98,7 +98,7 @@ def death(rank: int, world: int, mesh: str, root: Path) -> tuple[str, float, str
                 os.kill(os.getpid(), signal.SIGKILL)
 
         points.hook = die
-    text, seconds = told(lambda: checkpointer.save(2, state).wait(60))
+    text, seconds = told(lambda: checkpointer.save(2, state).wait(timeout_s=60))
     return text, seconds, ""
 
 

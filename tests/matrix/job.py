@@ -34,7 +34,7 @@ def save(rank: int, world: int, mesh: str, root: Path, shared: Path | None) -> N
     checkpointer = open_run(root, shared)
     assert checkpointer.load(state) is None
     if shared is None:
-        checkpointer.save(STEP, state).wait(60)
+        checkpointer.save(STEP, state).wait(timeout_s=60)
         checkpointer.close()
     else:
         checkpointer.step(STEP, state)

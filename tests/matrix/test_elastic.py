@@ -26,7 +26,7 @@ def go_on(rank: int, world: int, mesh: str, root: Path, step: int) -> list[str]:
     wrong = meshes.differences(model, optimizer, *expected)
     if found != (None if first else step - 10):
         wrong.append(f"step {found}")
-    checkpointer.save(step, state).wait(60)
+    checkpointer.save(step, state).wait(timeout_s=60)
     if rank % 2:  # the others never ask for it: nothing comes of it
         checkpointer.save(step + 5, state)
     return wrong

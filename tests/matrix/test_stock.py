@@ -28,7 +28,7 @@ def resume(rank: int, world: int, mesh: str, root: Path) -> list[str]:
         warnings.simplefilter("ignore", RuntimeWarning)
         step = checkpointer.load(state)
     wrong = meshes.differences(model, optimizer, *expected)
-    checkpointer.save(8, state).wait(60)
+    checkpointer.save(8, state).wait(timeout_s=60)
     checkpointer.close()
     return wrong if step == 7 else [*wrong, f"step {step}"]
 

@@ -167,7 +167,7 @@ class _Rank:
             if self.fate is not None and self.fate.where == "point" and self.fate.steps == done:
                 self._arm(self.fate)
             if step in life.save_at:
-                ckpt.save(step, training.state).wait(30)
+                ckpt.save(step, training.state).wait(timeout_s=30)
             else:
                 ckpt.step(step, training.state)
             self._passed(step)
