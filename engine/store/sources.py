@@ -141,7 +141,7 @@ class DurableSource:
         """The rank's layout; its images must be those of the rank's record."""
         record = self._by_rank[rank]
         key = record.layout_hash
-        layout = await once(self._layouts, key, lambda: self._explained(read_layout(self.backend, key)))
+        layout = await once(self._layouts, key, lambda: self.explained(read_layout(self.backend, key)))
         check_images(layout, await self.records(rank), names.layout(record.layout_hash))
         return layout
 
@@ -170,10 +170,10 @@ class DurableSource:
 
     async def size(self, name: str) -> int:
         """Size of one of the checkpoint's objects."""
-        return await self._explained(_size(self.backend, name))
+        return await self.explained(_size(self.backend, name))
 
     async def read_into(self, rank: int, image: str, offset: int, view: memoryview) -> None:
-        await self._explained(_read_into(self.backend, self.locate(rank, image), offset, view))
+        await self.explained(_read_into(self.backend, self.locate(rank, image), offset, view))
 
     def mapped(self, rank: int, image: str) -> memoryview | None:
         return None
@@ -185,10 +185,17 @@ class DurableSource:
     async def confirm(self) -> None:
         """Nothing to ask: objects are immutable, and every byte was verified."""
 
-    async def _vote(self, rank: int) -> Vote:
-        return await once(self._votes, rank, lambda: self._explained(self._read_vote(rank)))
+    async def vote(self, rank: int) -> tuple[bytes, Vote]:
+        """The rank's vote, proved: as stored, and decoded."""
+        return await self.explained(self._read_vote(rank))
 
-    async def _read_vote(self, rank: int) -> Vote:
+    async def _vote(self, rank: int) -> Vote:
+        async def read() -> Vote:
+            return (await self.vote(rank))[1]
+
+        return await once(self._votes, rank, read)
+
+    async def _read_vote(self, rank: int) -> tuple[bytes, Vote]:
         record, attempt = self._by_rank[rank], self.manifest.attempt
         name = names.vote(self.step, self.incarnation, attempt, rank)
         with reading(self.backend, name):
@@ -202,10 +209,11 @@ class DurableSource:
             )
         data, vote = await read_vote(self.backend, self.step, self.incarnation, attempt, rank)
         check_vote(data, vote, record, self.manifest, name)
-        return vote
+        return data, vote
 
-    async def _explained(self, reading: Coroutine[Any, Any, V]) -> V:
-        """A missing object is Pruned where rotation removes the checkpoint, else Damaged by its name."""
+    async def explained(self, reading: Coroutine[Any, Any, V]) -> V:
+        """The result of reading one of the checkpoint's objects. A missing object is Pruned where rotation removes the
+        checkpoint, else Damaged by its name."""
         try:
             return await reading
         except NotFound as error:

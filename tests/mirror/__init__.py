@@ -1,0 +1,1 @@
+"""Copying checkpoints from place to place."""
