@@ -81,7 +81,7 @@ class Decisions:
             f"waiting for the decision on step {step}",
             timeout_s=self._timeout_s,
         )
-        self._take(wire["through"], [Decision(*item, tiers=tuple(tiers)) for *item, tiers in wire["decided"]])
+        self._take(wire["through"], [_from_wire(item) for item in wire["decided"]])
 
     def _take(self, through: int, new: list[Decision]) -> None:
         self._through = max(through, self._through)
@@ -99,3 +99,8 @@ def _to_wire(decision: Decision) -> list[Any]:
         decision.supersede,
         list(decision.tiers),
     ]
+
+
+def _from_wire(item: list[Any]) -> Decision:
+    step, snapshot, flush, wait, supersede, tiers = item
+    return Decision(step, snapshot, flush, wait, supersede, tuple(tiers))

@@ -89,6 +89,8 @@ class AgentClient:
         self._inline = inline
         self._news: deque[Progress] = deque(maxlen=NEWS_MAX)
         self._wanted: dict[int, _Wanted] = {}
+        self._owed: dict[int, FlushRequest] = {}
+        """What is durable at the root, and not yet at the tiers that are named."""
         self._attempts: dict[int, int] = {}
         self._given_up: dict[int, int] = {}
         self._decided: dict[int, int] = {}
@@ -338,7 +340,11 @@ class AgentClient:
 
     def _take(self, progress: Progress) -> None:
         self._news.append(progress)
-        if progress.incarnation != self._hello.incarnation or progress.stage not in VERDICTS:
+        if progress.incarnation != self._hello.incarnation:
+            return
+        if progress.stage in ("mirrored", "mirror_dropped") and progress.step in self._owed:
+            self._arrived(progress)
+        if progress.stage not in VERDICTS:
             return
         _remember(self._decided, progress.step, max(progress.attempt, self._decided.get(progress.step, 0)))
         wanted = self._wanted.get(progress.step)
@@ -348,13 +354,22 @@ class AgentClient:
         ):
             del self._wanted[progress.step]
             _remember(self._verdicts, progress.step, progress)
+            if progress.stage == "committed" and wanted.request.tiers:
+                _remember(self._owed, progress.step, wanted.request)
+
+    def _arrived(self, progress: Progress) -> None:
+        names = [tier.name for tier in self._settings.tiers if tier.url == progress.tier]
+        request = self._owed.pop(progress.step)
+        left = [name for name in request.tiers if name not in names]
+        if left:
+            self._owed[progress.step] = msgspec.structs.replace(request, tiers=left)
 
     def _registered(self) -> None:
-        """Up, perhaps again: whatever has no verdict is asked for again; what the agent knows already it
-        joins."""
+        """Up, perhaps again: whatever has no verdict, or has not reached its tiers, is asked for again; what the agent
+        knows already it joins."""
         self._down = False
-        for wanted in self._wanted.values():
-            self._link.send(wanted.request)
+        for request in [wanted.request for wanted in self._wanted.values()] + list(self._owed.values()):
+            self._link.send(request)
 
     def _agent_lost(self, why: str) -> None:
         """Told once per loss; AgentError is raised once per time without any agent."""

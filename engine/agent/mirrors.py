@@ -18,14 +18,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from everstep.backends.api import Backend, Notes
+from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError
 from everstep.backends.points import reach
 from everstep.errors import EverstepError, Pruned, SaveAbandoned
+from everstep.format import names
 from everstep.format.manifest import Manifest
 from everstep.format.records import RunRecord
 from everstep.store.catalog import read_decision_at
-from everstep.store.mirror import conclude, copy_records, give_up, mirror_rank, missing_ranks
+from everstep.store.commit import tidy
+from everstep.store.mirror import Notes, conclude, copy_records, give_up, mirror_rank, missing_ranks
 from everstep.store.rotate import RotationReport
 
 from .journal import MirrorEntry
@@ -236,6 +238,7 @@ class Line:
             pause = min(2 * pause, PAUSE_MAX_S)
         self._failures, self._error = 0, None
         if isinstance(decision, Manifest):
+            await tidy(self._backend, names.attempt_dir(entry.step, entry.incarnation, entry.attempt))
             self._newest = max(
                 self._newest or (0, 0), (entry.incarnation, entry.step), key=lambda key: key[1]
             )
@@ -282,7 +285,7 @@ class Line:
                 rank,
                 run=self._run,
                 pool=self._pool,
-                notes=lambda name: self._owner.notes(entry, name),
+                notes=None,
             )
             reach("mirror.rank", str(entry.step))
 
@@ -300,6 +303,7 @@ class Line:
         with contextlib.suppress(BackendError, EverstepError):
             manifest = await read_decision_at(self._root, *place)
             if isinstance(manifest, Manifest):
+                await copy_records(self._root, self._backend)  # no abort record without its run
                 decision = await give_up(self._backend, manifest, why)
         if isinstance(decision, Manifest):
             await self._end(entry, time.monotonic(), "mirrored", None)
@@ -323,9 +327,10 @@ class Line:
     async def _end(self, entry: MirrorEntry, began: float, stage: str, error: EverstepError | None) -> None:
         if error is not None:
             log.warning("%s", error)
-        await self._owner.forget_mirror(entry)
-        reach("mirror.settled", str(entry.step))
+        # Told first: what is forgotten, and was not told, nobody would hear of.
         self._say(entry, began, stage, error)
+        reach("mirror.settled", str(entry.step))
+        await self._owner.forget_mirror(entry)
 
     def _say(self, entry: MirrorEntry, began: float, stage: str, error: EverstepError | None) -> None:
         self._owner.report(

@@ -25,7 +25,7 @@ T = TypeVar("T")
 def open_place(url: str, options: Mapping[str, Any] | None = None) -> Backend:
     """The run's root, or a further tier: every node sees the same files there. If it is deleted under the agent, what
     the agent writes late must not appear in a run that is made anew at the same place."""
-    return open_backend(url, shared=True, bound=True, options=options)
+    return open_backend(url, shared=True, bound=True)
 
 
 def may_pass(error: BaseException) -> bool:

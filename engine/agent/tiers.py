@@ -7,11 +7,12 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from everstep.backends.api import Backend, Notes
+from everstep.backends.api import Backend
 from everstep.backends.limit import RateLimited
 from everstep.errors import EverstepError
 from everstep.format.manifest import Manifest
 from everstep.format.records import RunRecord
+from everstep.store.mirror import Notes
 
 from .journal import JobEntry, MirrorEntry
 from .mirrors import Key, Mirrors, Notebook

@@ -91,11 +91,11 @@ async def try_commit(
     reach("manifest.before", names.decision(step, incarnation, attempt))
     decision = await _publish(backend, manifest, attempt)
     reach("manifest.after", names.decision(step, incarnation, attempt))
-    await _tidy(backend, names.attempt_dir(step, incarnation, attempt))
+    await tidy(backend, names.attempt_dir(step, incarnation, attempt))
     return decision
 
 
-async def _tidy(backend: Backend, directory: str) -> None:
+async def tidy(backend: Backend, directory: str) -> None:
     """Remove what crashed writers left in a decided attempt; no writer of it can be of use any more. Rotation
     removes what this cannot."""
     with suppress(BackendError):

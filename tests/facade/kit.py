@@ -189,7 +189,7 @@ class Storage:
     script: list[Fault] = field(default_factory=list)
     made: list[Faulty] = field(default_factory=list)
 
-    def open(self, url: str) -> Backend:
+    def open(self, url: str, options: Any = None) -> Backend:
         backend = Faulty(open_backend(url, shared=True))
         backend.script = self.script
         self.made.append(backend)
