@@ -77,7 +77,8 @@ class Elsewhere:
         return (ended, ENDED) if ended else ([rank for rank in far if self._is_silent(rank, now)], SILENT)
 
     async def _look(self, incarnation: int) -> None:
-        found, failed = {}, False
+        found: dict[str, Beacon] = {}
+        failed = False
         try:
             found, _ = await read_beacons(self._service.backend)
         except EverstepError as error:
@@ -93,9 +94,9 @@ class Elsewhere:
                 self._note(name, beacon, now)
         for name, node in self._nodes.items():
             # One that was taken back is that of an agent that had nothing left to do.
-            beacon = found.get(name)
-            busy = beacon is not None and beacon.queue > 0
-            living = [] if beacon is None else [rank.rank for rank in beacon.living]
+            said = found.get(name)
+            busy = said is not None and said.queue > 0
+            living = [] if said is None else [rank.rank for rank in said.living]
             for rank in node.named:
                 if busy or rank in living:
                     node.ended.pop(rank, None)
