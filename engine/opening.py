@@ -115,8 +115,12 @@ def _refuse_second(place: Place, newest: IncarnationRecord, lookout: Lookout) ->
     if is_writing(place, newest):
         left_s = ending_s(place, newest)
         if left_s is not None:
-            age = f"; it is ending: it waits up to {left_s:.0f} s more for its last snapshot to become durable"
-            hint = "Start again when it has ended, or pass take_over=True: what it waits for is then given up."
+            age = (
+                f"; it is ending: it waits up to {left_s:.0f} s more for its last snapshot to become durable"
+            )
+            hint = (
+                "Start again when it has ended, or pass take_over=True: what it waits for is then given up."
+            )
     else:
         seen = lookout.sees(newest)
         if seen is None:

@@ -156,7 +156,9 @@ def test_a_node_that_is_silent_for_long_is_lost_and_one_that_is_slow_is_not(
     assert elsewhere.SILENT_S_MIN == 0.8 and 3 * 4 * BEAT_S < 0.8
 
 
-def test_nothing_is_concluded_while_storage_does_not_answer(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_concluded_while_storage_does_not_answer(
+    far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may not have answered the other node either."""
     monkeypatch.setattr(elsewhere, "SILENT_S_MIN", 0.6)
     answers = LocalBackend.list_names
