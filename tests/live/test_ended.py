@@ -32,11 +32,13 @@ def await_beacons(root: Path, count: int) -> None:
     until(lambda: len(beacons(root)) == count, "the beacons")
 
 
-@pytest.mark.parametrize("agent", ["process", "inline"])
+@pytest.mark.parametrize(("agent", "other"), [("process", 0), ("process", 1), ("inline", 1)])
 def test_a_survivor_does_not_wait_for_a_rank_that_has_died(
-    root: Path, nodes: list[str], job: Job, agent: str
+    root: Path, nodes: list[str], job: Job, agent: str, other: int
 ) -> None:
-    """On another node, in the middle of a step; what is given up stays in memory, and the job resumes from it."""
+    """On its own node or on another, in the middle of a step; what is given up stays in memory, and the job resumes
+    from it."""
+    places = [nodes[0], nodes[other]]
 
     def body(rank: int, ckpt: everstep.Checkpointer, say: Callable[..., None]) -> None:
         ckpt.step(1, state_with(contents(rank, 1)))
@@ -46,25 +48,25 @@ def test_a_survivor_does_not_wait_for_a_rank_that_has_died(
         until((root.parent / "died").exists, "its death")
         ckpt.step(2, state_with(contents(rank, 2)))
         began = time.monotonic()
-        with pytest.raises(errors.SaveFailed, match=r"rank 1 ended without a vote.*stays there") as caught:
+        with pytest.raises(errors.SaveFailed, match=r"rank 1 (ended|died) without .*stays there") as caught:
             ckpt.close()
         assert "resumes" in str(caught.value)
         say(round(time.monotonic() - began))
 
-    ranks = job.start(nodes[:2], body, policy=WAITS, agent=agent)
+    ranks = job.start(places, body, policy=WAITS, agent=agent)
     assert [rank.line() for rank in ranks] == ["stepped"] * 2
-    await_beacons(root, 2)
+    await_beacons(root, 1 + other)
     ranks[1].stop()
     (root.parent / "died").touch()
     code, (took,) = ranks[0].end()
     assert code == 0 and int(took) < SOON_S
-    assert held(root, nodes[0]) == {(0, 1, 1), (0, 1, 2)}
+    assert held(root, nodes[0]) >= {(0, 1, 1), (0, 1, 2)}
 
     def again(rank: int, ckpt: everstep.Checkpointer, say: Callable[..., None]) -> None:
         say(ckpt.load(state_with(contents(rank, 0))), ckpt.recovery.tier if ckpt.recovery else None)
         ckpt.close(flush=False)
 
-    assert job.run(nodes[:2], again, agent=agent) == [["1 memory"]] * 2
+    assert job.run(places, again, agent=agent) == [["1 memory"]] * 2
 
 
 def test_a_slow_rank_is_waited_for_and_a_restart_hears_that_the_first_only_ends(

@@ -250,7 +250,7 @@ def test_training_waits_for_its_own_agent_no_longer_than_it_says(
 
         def train(on: Callable[[], object]) -> None:
             nonlocal step, longest
-            while not ckpt._ranks or not ckpt._ranks.agree("stepping", on(), timeout_s=WAIT_S)[0]:
+            while not ckpt._ranks or not ckpt._ranks.agree("stepping", on(), timeout_s=WAIT_S)[stopped]:
                 step += 1
                 values.update(contents(rank, step))
                 began = time.monotonic()
