@@ -16,7 +16,7 @@ from .agent.values import AgentSettings, Hello
 from .auditing import Auditor
 from .config import plain_metrics
 from .decisions import Decisions
-from .errors import AgentError, EverstepError, ReplicasDiffer, StepOrder
+from .errors import AgentError, EverstepError, RankError, ReplicasDiffer, SaveFailed, StepOrder, StorageFull
 from .format.records import IncarnationRecord, RunRecord
 from .guarding import Protection, begin_protection
 from .handles import SaveHandle
@@ -220,7 +220,7 @@ class Session:
                 safe = True
             else:
                 self._settle()
-        except EverstepError as error:
+        except (SaveFailed, StorageFull, RankError, AgentError) as error:
             if self._memory and self._tier.is_shared:
                 error.hint = f"{error.hint.rstrip('.')}. {KEPT}" if error.hint else KEPT
             raise
