@@ -60,6 +60,8 @@ class Sight:
     survey: Survey | None
     nodes: list[SeenNode] = field(default_factory=list)
     ranks: dict[int, SeenRank] = field(default_factory=dict)
+    spares: list[dict[str, Any]] = field(default_factory=list)
+    """The job's spare nodes, as this node's agent says: ``spare`` (the address), ``reached``, ``step``, ``error``."""
     problems: list[str] = field(default_factory=list)
 
     def health(self) -> Health:
@@ -86,7 +88,10 @@ def look(run: str, memory: Path, wait_s: float | None) -> Sight:
         raise
     except EverstepError as error:
         sight.problems.append(f"{type(error).__name__}: {error}")
-    here = _here(place, directory_of_run(memory, run), sight.survey)
+    run_ids = [sight.survey.run.run_id] if sight.survey is not None else []
+    status = _agent_status(place, run_ids)
+    sight.spares = ((status or {}).get("guard") or {}).get("spares") or []
+    here = _here(place, directory_of_run(memory, run), run_ids, status)
     others = _others(sight, {node.beacon.node for node in here}, place, wait_s) if sight.survey else []
     records = sight.survey.incarnations if sight.survey is not None else []
     known = [node.beacon.incarnation for node in (*here, *others)]
@@ -121,11 +126,9 @@ def _seen(node: SeenNode, rank: BeaconRank) -> SeenRank:
 # -- this node
 
 
-def _here(place: Place, arenas: Path, found: Survey | None) -> list[SeenNode]:
+def _here(place: Place, arenas: Path, run_ids: list[str], status: dict[str, Any] | None) -> list[SeenNode]:
     """This node, if anything of the run is here: its arenas first, for they are there without an agent too."""
-    run_ids = [found.run.run_id] if found is not None else []
     ranks, incarnation, world = _in_arenas(arenas, run_ids)
-    status = _agent_status(place, run_ids)
     said = None if status is None else _beacon_in(status)
     if said is not None and said.incarnation >= incarnation:
         known = {rank.rank: rank for rank in said.ranks}

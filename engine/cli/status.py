@@ -52,7 +52,8 @@ def status(run: str, memory: Path, wait_s: float | None, as_json: bool) -> None:
 
     Ranks on this node are seen in its memory; those of other nodes in the beacons that their agents leave in the run's
     directory, which takes two looks. Reads only. "Last step" is the newest one that the trainer finished, and how long
-    ago: a trainer that hangs still beats, while its last step grows old.
+    ago: a trainer that hangs still beats, while its last step grows old. Spare nodes are listed where an agent of the
+    job runs on this node: as that one sees them.
     """
     with answering(as_json, exit_code=_code_of) as answer:
         from .sight import look
@@ -105,6 +106,7 @@ def _as_json(sight: Sight) -> dict[str, Any]:
             }
             for node in sight.nodes
         ],
+        "spares": sight.spares,
         "tiers": _tiers(sight),
         "queue": sum(node.beacon.queue for node in sight.nodes),
         "problems": sight.problems,
@@ -194,7 +196,17 @@ def _as_text(sight: Sight, value: dict[str, Any]) -> str:
             notes.append(f"node {node.node}: its beacon cannot be written: {node.error}")
         if node.source == "memory" and node.agent is None:
             notes.append(f"node {node.node}: no agent answers")
+    notes += [_of_spare(spare) for spare in value["spares"]]
     return "\n\n".join([*blocks, "\n".join([*notes, *value["problems"]])])
+
+
+def _of_spare(spare: dict[str, Any]) -> str:
+    if spare["reached"] is None:
+        return f"spare node {spare['spare']}: keeps nothing of this node"
+    if not spare["reached"]:
+        return f"spare node {spare['spare']}: not reached: {spare['error']}"
+    kept = "nothing yet" if spare["step"] is None else f"step {spare['step']}"
+    return f"spare node {spare['spare']}: reached, keeps {kept} of this node"
 
 
 def _or_dash(value: object) -> object:
