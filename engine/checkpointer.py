@@ -28,13 +28,14 @@ from .format.records import (
     encode_incarnation,
     encode_run,
 )
-from .guarding import Protection, domain_of, elsewhere, reachable
+from .guarding import Protection, compare_wishes, domain_of, elsewhere, reachable
 from .handles import SaveHandle
 from .loading import Loader, Recovery
 from .memory.arena import Arena
 from .memorytier import MemoryTier, Room
 from .nodes import node_of
 from .opening import Origin, begin_incarnation
+from .peers.secret import run_secret
 from .places import locate
 from .plan.parity import fit
 from .plan.placement import Node
@@ -395,6 +396,7 @@ class Checkpointer:
         copies = Copies.on(ranks.rank, self._nodes, self._holders)
 
         def reserve() -> None:
+            run_secret()  # one that cannot be read is told, though this job may do without
             given = self._memory.bytes if self._memory is not None else None
             run = find_run(self._backend)
             tier.reserve(
@@ -424,13 +426,7 @@ class Checkpointer:
             self._agents_address() if memory is not None and memory.spares else None,
         ]
         told = ranks.agree("comparing nodes", mine, timeout_s=self._policy.rank_timeout_s)
-        for at, name in enumerate(("replicas", "parity", "spares"), 1):
-            if any(one[at] != told[0][at] for one in told):
-                raise BadOption(
-                    f"Memory({name}=) differs between the ranks",
-                    found={rank: one[at] for rank, one in enumerate(told)},
-                    expected="the same on all ranks",
-                )
+        compare_wishes([one[1:4] for one in told])
         unreached: dict[str, str] = {}
         if memory is not None and memory.spares:
             spares = elsewhere(memory.spares, [one[5] for one in told if one[5]])

@@ -67,6 +67,24 @@ class Protection:
             )
 
 
+WISHES = ("replicas", "parity", "spares")
+
+
+def compare_wishes(told: Sequence[Sequence[Any]]) -> None:
+    """``told``: by rank what it wants of WISHES. Raises BadOption that names all that differs."""
+    differing = [at for at in range(len(WISHES)) if any(one[at] != told[0][at] for one in told)]
+    if differing:
+        names = " and ".join(f"Memory({WISHES[at]}=)" for at in differing)
+        raise BadOption(
+            f"{names} {'differs' if len(differing) == 1 else 'differ'} between the ranks",
+            found={
+                rank: one[differing[0]] if len(differing) == 1 else {WISHES[at]: one[at] for at in differing}
+                for rank, one in enumerate(told)
+            },
+            expected="the same on all ranks",
+        )
+
+
 def reachable(spares: Sequence[str], run_id: str, me: str) -> list[tuple[str, str]]:
     """The spare nodes' addresses at which no spare node of this run answers within ``SPARE_S``, and why. One that is
     down, or has another secret, must not keep a job from starting again; one that is just being started is waited for.

@@ -468,6 +468,18 @@ def test_data_loaders_with_forked_workers_beside_it(root: Path, agent: str) -> N
     assert everstep.load(root)["n"] == 16
 
 
+def test_a_file_of_the_secret_that_is_not_there_is_told_on_one_node_too(
+    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("EVERSTEP_SECRET", raising=False)
+    monkeypatch.setenv("EVERSTEP_SECRET_FILE", str(tmp_path / "nothing"))
+    ckpt = opened(root)
+    with pytest.raises(errors.BadOption, match=r"EVERSTEP_SECRET_FILE cannot be read.*nothing"):
+        ckpt.save(1, {"n": 1})
+    ckpt.close()
+    assert arenas_of(root) == []
+
+
 @pytest.mark.parametrize("there", [False, True])
 def test_a_spare_node_that_is_down_or_has_another_secret_keeps_no_job_from_starting(
     root: Path, monkeypatch: pytest.MonkeyPatch, there: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -197,4 +198,7 @@ def test_what_is_missing_is_said(job: Callable[..., Job], spare: Spare) -> None:
     second = spare(**secret)
     assert second.process.wait(SOON_S) == 1 and "another agent" in second.end()[1]
     third = spare("--node", "third", "--listen", address, **secret)
-    assert third.process.wait(SOON_S) == 1 and "port" in third.end()[1]
+    assert third.process.wait(SOON_S) == 1
+    assert re.search(rf"port {address.split(chr(58))[1]} of 127.0.0.1 is taken.*--listen", third.end()[1])
+    fourth = spare("--node", "fourth", EVERSTEP_ADDRESS="192.0.2.7", **secret)
+    assert fourth.process.wait(SOON_S) == 1 and "192.0.2.7 is no address of this host" in fourth.end()[1]
