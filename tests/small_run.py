@@ -21,8 +21,9 @@ from everstep.store.flush import write_meta
 from everstep.store.runs import add_incarnation
 
 CHUNK = 4096
-SOON_S = 20.0
-"""Far more than anything here takes; what is awaited is an event, never the time itself."""
+SOON_S = 40.0
+"""Far more than anything here takes, also where agents, which are of low priority, get little of the machine; what is
+awaited is an event, never the time itself."""
 
 
 def until(look: Callable[[], Any], what: str, timeout_s: float = SOON_S) -> Any:
@@ -101,7 +102,7 @@ def agent_of(settings: AgentSettings) -> Process | None:
     """The process that is the agent now; it is not woken up or kept by being asked."""
     link = Link(settings, None, up=lambda: None, lost=lambda why: None)
     try:
-        deadline = time.monotonic() + 1.0
+        deadline = time.monotonic() + SOON_S  # where there is none, that is known at once
         while link.state not in (State.UP, State.DOWN) and time.monotonic() < deadline:
             link.advance()
             link.wait(0.1)

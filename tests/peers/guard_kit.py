@@ -162,8 +162,8 @@ class Job:
         copies: int = 1,
         *,
         slots: int = 3,
-        timeout_s: float = 1.5,
-        limit_s: float = 30.0,
+        timeout_s: float = SOON_S,
+        limit_s: float = SOON_S,
         linger_s: float = 5.0,
         slot_bytes: int = SLOT_BYTES,
         spares: Sequence[str] = (),
@@ -174,7 +174,8 @@ class Job:
         parity: tuple[int, int] | None = None,
         rate: float | None = None,
     ) -> None:
-        """``places``: addresses under which others know a node's agent, if not its own; ``env`` of its agent;
+        """``timeout_s``: when training goes on without protection that makes no progress, by default never in a test;
+        ``places``: addresses under which others know a node's agent, if not its own; ``env`` of its agent;
         ``told_bytes``: what ranks say of their slots, if it is not the truth;
         ``mortal``: nodes whose trainers can :meth:`die`."""
         self.base = base
@@ -254,6 +255,10 @@ class Job:
 
     def await_complete(self, step: int, timeout_s: float = SOON_S) -> None:
         until(lambda: self.complete_is(step), f"W = {step}", timeout_s)
+
+    def await_protected(self, step: int) -> None:
+        """W may have gone on without that."""
+        until(lambda: all(rank.protected >= step for rank in self.ranks), f"protection of step {step}")
 
     def reopen(self, nodes: int) -> Job:
         """The next incarnation, on the first ``nodes`` nodes."""
