@@ -16,7 +16,16 @@ from .agent.values import AgentSettings, Hello
 from .auditing import Auditor
 from .config import plain_metrics
 from .decisions import Decisions
-from .errors import AgentError, BadOption, EverstepError, ReplicasDiffer, StepOrder
+from .errors import (
+    AgentError,
+    BadOption,
+    EverstepError,
+    RankError,
+    ReplicasDiffer,
+    SaveFailed,
+    StepOrder,
+    StorageFull,
+)
 from .format.records import IncarnationRecord, RunRecord
 from .guarding import Protection, begin_protection
 from .handles import SaveHandle
@@ -41,6 +50,8 @@ log = logging.getLogger("everstep")
 
 CONNECT_TIMEOUT_S = 60.0
 GOODBYE_TIMEOUT_S = 30.0
+
+KEPT = "What lies in memory stays there: a restart resumes from the newest step that all ranks have."
 
 
 class Session:
@@ -78,13 +89,9 @@ class Session:
         self._unfinished_max = max(1, slots - 2)
         start = adopted[1] if adopted else -1
         self._urls = {tier.name: tier.url for tier in place.tiers}
+        shares, room = place.shares, self._unfinished_max
         self._decisions = Decisions(
-            ranks,
-            policy,
-            start=start,
-            unfinished_max=self._unfinished_max,
-            incarnation=record.number,
-            tiers=place.shares,
+            ranks, policy, start=start, unfinished_max=room, incarnation=record.number, tiers=shares
         )
         self._snapshots = Snapshots(
             tier,
@@ -108,7 +115,7 @@ class Session:
         """The newest step of which the agent was told that it is there."""
         self._agent_missed: float | None = None
         self._ended = False
-        self._last_step = adopted[1] if adopted is not None else -1
+        self._last_step = start
         self._heartbeat = Heartbeat(lambda: tier.present, record.number, interval_s=policy.heartbeat_s)
 
     @property
@@ -244,6 +251,10 @@ class Session:
                 safe = True
             else:
                 self._settle()
+        except (SaveFailed, StorageFull, RankError, AgentError) as error:
+            if self._memory and self._tier.is_shared:
+                error.hint = f"{error.hint.rstrip('.')}. {KEPT}" if error.hint else KEPT
+            raise
         finally:
             self._ended = True
             with contextlib.ExitStack() as stack:
@@ -256,14 +267,15 @@ class Session:
 
     def _make_durable(self) -> None:
         """The newest snapshot, and what is on its way. Raises what went wrong, a failure of the newest first."""
+        until = time.monotonic() + self._policy.close_timeout_s
         self._settle()
         newest = self._snapshots.newest
         if newest is not None:
             self._flush(newest.step, self._urls)
         for step in self.outcomes.unfinished():
-            self.outcomes.wait(step, self._policy.close_timeout_s, self._look)
+            self.outcomes.wait(step, until - time.monotonic(), self._look)
         if newest is not None:
-            self.wait_durable(newest.step, None)
+            self.wait_durable(newest.step, until - time.monotonic())
         self.outcomes.tell()
 
     def _goodbye(self, flush: bool, safe: bool) -> None:
@@ -358,7 +370,7 @@ class Session:
                 meta,
                 late=late,
                 timeout_s=self._policy.slot_timeout_s,
-                waiting=self._hear_quietly,
+                waiting=self._await_protection,
             )
         except BaseException as error:
             # The other ranks ask for a flush of this step: let them hear at once why it cannot be.
@@ -415,11 +427,18 @@ class Session:
             self._told = newest.step
             self._client.taken(newest.step, slot=newest.slot, generation=newest.generation)
 
+    def _await_protection(self) -> None:
+        """While training waits for the agent, and for nothing else: it is asked at once, and has the whole bound and no
+        more."""
+        if self._wait_s is not None:
+            self._client.ask()
+        self._hear_quietly()
+
     def _mind_agent(self) -> None:
-        """Where no agent is to be had for too long, training goes on unprotected; until there is one again."""
+        """Where no agent answers for too long, training goes on unprotected; until one does again."""
         if self._wait_s is None:
             return
-        if self._client.is_up:
+        if self._client.answers:
             self._agent_missed = None
             self._tier.guarded = True
             return
@@ -429,8 +448,8 @@ class Session:
         if self._tier.guarded and now - self._agent_missed >= self._wait_s:
             self._tier.guarded = False
             warnings.warn(
-                f"everstep: no agent for {self._wait_s:g} s: training goes on, but snapshots are not protected against "
-                "the loss of this node",
+                f"everstep: no answer of an agent for {self._wait_s:g} s: training goes on, but snapshots are not "
+                "protected against the loss of this node",
                 RuntimeWarning,
                 stacklevel=2,
             )

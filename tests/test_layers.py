@@ -223,6 +223,7 @@ def test_the_public_face_is_the_documented_one() -> None:
         "Policy",
         "Recovery",
         "SaveHandle",
+        "Tier",
         "Shards",
         "TrainState",
         "errors",

@@ -149,7 +149,7 @@ def test_a_damaged_journal_is_set_aside(tmp_path: Path, damage: bytes) -> None:
 
 
 def test_a_journal_of_another_version_is_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everstep.agent.journal.VERSION", 2)
+    monkeypatch.setattr("everstep.agent.journal.VERSION", 1)
     LmdbJournal(tmp_path / "journal").close()
     monkeypatch.undo()
     journal = LmdbJournal(tmp_path / "journal")
