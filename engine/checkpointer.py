@@ -100,6 +100,7 @@ class Checkpointer:
         _check_kind("memory", memory, Memory)
         self._place = with_tiers(locate(root, node=node), tiers)
         self._backend: Backend = open_backend(self._place.url, shared=True)
+        self._farther = [open_backend(one.url, shared=True) for one in self._place.tiers]
         self._memory = memory
         self._room = (
             Room(memory.directory, memory.slots, required=memory.path is not None)
@@ -190,6 +191,7 @@ class Checkpointer:
                 timeout_s=self._policy.rank_timeout_s,
                 writes=True,
                 node=node_of(self._place.node, tier.directory),
+                farther=self._farther,
             ).load(
                 into_state(state, self._allow), step=step, config=self._config, config_reason=config_reason
             )
@@ -308,7 +310,8 @@ class Checkpointer:
         keep = keep or (self._adopted is not None and self._adopted.in_memory_alone)
         opened.remove(self._place.url, self)
         with contextlib.ExitStack() as stack:
-            stack.callback(lambda: run_blocking(self._backend.close()))
+            for backend in (self._backend, *self._farther):
+                stack.callback(_close_backend, backend)
             if self._session is None and self._tier is not None:
                 stack.callback(self._tier.close, remove=False)
             stack.callback(self._rollbacks.close, lambda record_id: unmark(self._place, record_id))
@@ -512,6 +515,7 @@ class Checkpointer:
                 config_hash=config_hash(self._config),
                 take_over=self._take_over,
                 lookout=self._lookout,
+                farther=self._farther,
                 patience_s=min(ENDING_S_MAX, self._policy.rank_timeout_s / 2),
             )
             return [encode_run(run), encode_incarnation(record)]
@@ -572,6 +576,10 @@ class Checkpointer:
                 expected=run.run_id,
                 hint="The root must be on storage that all ranks share.",
             )
+
+
+def _close_backend(backend: Backend) -> None:
+    run_blocking(backend.close())
 
 
 def _check_kind(name: str, value: object, cls: type) -> None:

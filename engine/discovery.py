@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .backends.api import Backend
+from .backends.errors import BackendError
 from .errors import Damaged, EverstepError, NotARun, Pruned
 from .format import names as file_names
 from .format.manifest import Decision, Manifest
@@ -37,12 +38,13 @@ that does not answer) end the load."""
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A step that may be loaded, where it lies, and how many ranks wrote it."""
+    """A step that may be loaded, where it lies, and how many ranks wrote it. ``places`` are the durable tiers that have
+    it, nearest first: 0 is the root, then come the further ones."""
 
     incarnation: int
     step: int
     in_memory: bool
-    on_disk: bool
+    places: tuple[int, ...]
     world: int
 
     @property
@@ -76,34 +78,40 @@ def open_arenas(directory: Path, kept: Sequence[Arena] = ()) -> Iterator[list[Ar
 class Proposals:
     """Candidates of a run, newest first; rank 0 asks, all ranks load. ``in_memory`` says whose snapshots lie in the
     arenas of all nodes together, or can be rebuilt: a step is complete there if they are all the ranks that wrote it;
-    ``why`` says more of one that is not. ``problems`` gathers what was passed over, ``lost`` what memory has, but not
-    of every rank."""
+    ``why`` says more of one that is not. ``places`` are the root and the further tiers; the run's records are read
+    from ``base``, one of them. ``problems`` gathers what was passed over, ``lost`` what memory has, but not of every
+    rank."""
 
     def __init__(
         self,
-        backend: Backend,
+        places: Sequence[Backend],
         in_memory: Mapping[Key, Collection[int]],
         *,
         step: int | None,
         writes: bool,
         why: Callable[[Key], str] = lambda key: "",
+        base: int = 0,
     ) -> None:
-        self._backend = backend
+        self._backend = places[0]
         self._writes = writes
         self._why = why
-        self.records: list[IncarnationRecord] = run_blocking(read_incarnations(backend))
+        self.problems: list[str] = []
+        self.records: list[IncarnationRecord] = run_blocking(read_incarnations(places[base]))
         worlds = {record.number: record.world for record in self.records}
         self._in_memory = {
             key for key, ranks in in_memory.items() if set(ranks) == set(range(worlds.get(key[0], 0)))
         }
-        self._names = {found.key: found for found in run_blocking(list_steps(backend))}
-        self.problems: list[str] = []
+        # A root that lost its run is not asked: what lies there, if anything, has no record.
+        there = run_blocking(list_steps(self._backend)) if base == 0 else []
+        self._names = {found.key: found for found in there}
+        self._farther = self._look_farther(places)
         self._counting = set(self._wanted(None))
         self._keys = iter(self._wanted(step))
         self._lost = self._incomplete(in_memory, worlds, step)
 
     def _wanted(self, step: int | None) -> list[Key]:
         known = {record.number for record in self.records}
+        farther = {key for _, names in self._farther.values() for key in names}
         orphans = sorted({key[0] for key in self._names} - known)
         if orphans:
             raise Damaged(
@@ -117,29 +125,52 @@ class Proposals:
             return []
         lineage = Lineage(self.records)
         keys = [
-            key for key in self._names.keys() | self._in_memory if key[0] in known and lineage.counts(*key)
+            key
+            for key in self._names.keys() | farther | self._in_memory
+            if key[0] in known and lineage.counts(*key)
         ]
         return sorted((key for key in keys if step is None or key[1] == step), reverse=True)
 
     def next(self) -> Candidate | None:
         """The next older candidate; None when there is no more."""
         for key in self._keys:
-            on_disk = self._decided(self._names.get(key))
-            if on_disk or key in self._in_memory:
+            places = self._places(key)
+            if places or key in self._in_memory:
                 self._commit_older(key)
                 return Candidate(
                     *key,
                     in_memory=key in self._in_memory,
-                    on_disk=on_disk,
+                    places=places,
                     world=self.record(key[0]).world,
                 )
         return None
+
+    def _look_farther(self, places: Sequence[Backend]) -> dict[int, tuple[Backend, dict[Key, StepNames]]]:
+        """What the further tiers list. One that cannot be asked is told, and has nothing."""
+        found = {}
+        for number, place in enumerate(places[1:], 1):
+            try:
+                found[number] = place, {names.key: names for names in run_blocking(list_steps(place))}
+            except (EverstepError, BackendError) as error:
+                self.problems.append(f"what {place.url} has: {error}")
+        return found
+
+    def _places(self, key: Key) -> tuple[int, ...]:
+        """The durable tiers where a manifest counts for it. A removal at the root says nothing of the others."""
+        found = [0] if self._decided(self._names.get(key)) else []
+        for number, (place, names) in self._farther.items():
+            try:
+                if key in names and isinstance(run_blocking(read_decision(place, names[key])), Manifest):
+                    found.append(number)
+            except (EverstepError, BackendError) as error:
+                self.problems.append(f"step {key[1]} (incarnation {key[0]}) at {place.url}: {error}")
+        return tuple(found)
 
     def steps(self) -> list[int]:
         """The newest steps that count and are whole, newest first; of at most STEPS_TOLD_MAX keys."""
         found: dict[int, None] = {}
         for key in sorted(self._counting, reverse=True)[:STEPS_TOLD_MAX]:
-            if key in self._in_memory or is_durable(self._backend, key):
+            if key in self._in_memory or self._places(key):
                 found[key[1]] = None
         return list(found)
 

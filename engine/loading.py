@@ -65,7 +65,8 @@ class Recovery:
 class Loader:
     """One load by all ranks together. ``arenas`` are those that this node has of the run (they stay the caller's);
     ``node`` is the same for all ranks that see these, and no others'.
-    ``writes`` allows to commit an attempt whose votes are all in but whose manifest is missing."""
+    ``writes`` allows to commit an attempt whose votes are all in but whose manifest is missing. ``farther`` are tiers
+    behind ``backend``, the root: they have what the root does not (any more), down to the run itself."""
 
     def __init__(
         self,
@@ -76,8 +77,11 @@ class Loader:
         timeout_s: float,
         writes: bool = False,
         node: str = "",
+        farther: Sequence[Backend] = (),
     ) -> None:
         self._backend = backend
+        self._places = (backend, *farther)
+        self._base = 0
         self._ranks = ranks
         self._nodes = Nodes(ranks, arenas, node, timeout_s=timeout_s)
         self._timeout_s = timeout_s
@@ -165,9 +169,8 @@ class Loader:
 
     def _agree_on_run(self) -> RunRecord | None:
         """The run, if every rank sees the same one."""
-        run = self._ranks.together(
-            "looking for the run", lambda: find_run(self._backend), timeout_s=self._timeout_s
-        )
+        base, run = self._ranks.together("looking for the run", self._find_run, timeout_s=self._timeout_s)
+        self._base = base
         mine = run.run_id if run is not None else None
         seen = self._ranks.agree("comparing the run", mine, timeout_s=self._timeout_s)
         if len(set(seen)) > 1:
@@ -179,6 +182,15 @@ class Loader:
             )
         return run
 
+    def _find_run(self) -> tuple[int, RunRecord | None]:
+        """In the nearest place that has it, and which that is. Raises what the root says, and where it has none, what
+        any other says."""
+        for number, place in enumerate(self._places):
+            run = find_run(place)
+            if run is not None:
+                return number, run
+        return 0, None
+
     def _proposals(self, run: RunRecord, step: int | None) -> Proposals | None:
         """On rank 0 what may be loaded, given what all ranks' nodes hold in memory; elsewhere None."""
         in_memory = self._nodes.look(run.run_id)
@@ -186,7 +198,14 @@ class Loader:
         self._ranks.from_first(
             "listing the checkpoints",
             lambda: made.append(
-                Proposals(self._backend, in_memory, step=step, writes=self._writes, why=self._nodes.why)
+                Proposals(
+                    self._places,
+                    in_memory,
+                    step=step,
+                    writes=self._writes and self._base == 0,
+                    why=self._nodes.why,
+                    base=self._base,
+                )
             ),
             timeout_s=self._timeout_s,
         )
@@ -208,7 +227,7 @@ class Loader:
                 candidate.incarnation,
                 candidate.step,
                 candidate.in_memory,
-                candidate.on_disk,
+                list(candidate.places),
                 candidate.world,
             ]
             return [wire, changes, problems, lost, []]
@@ -224,7 +243,10 @@ class Loader:
                 self._note(problem)
             else:  # nothing is passed over for something older: the run begins anew
                 warnings.warn(f"everstep: {problem}", RuntimeWarning, stacklevel=3)
-        return (Candidate(*wire), changes) if wire is not None else None
+        if wire is None:
+            return None
+        incarnation, number, in_memory, places, world = wire
+        return Candidate(incarnation, number, in_memory, tuple(places), world), changes
 
     def _nothing(self, step: int | None) -> None:
         """There is no candidate (left). A fresh start only if there never was one."""
@@ -261,8 +283,14 @@ class Loader:
         sources: list[Source] = []
         if candidate.in_memory:
             sources += self._nodes.open(candidate, run.chunk_bytes, stack)
-        if candidate.on_disk:
-            sources.append(open_durable(self._backend, run, candidate.key))
+        problem: EverstepError | None = None
+        for number in candidate.places:
+            try:
+                sources.append(open_durable(self._places[number], run, candidate.key))
+            except EverstepError as error:  # the next holder may do
+                problem = problem or error
+        if problem is not None and not sources:
+            raise problem
         return sources
 
 

@@ -269,7 +269,7 @@ class Nodes:
         for rebuilt in self._rebuilt(candidate, chunk_bytes, stack, sources, problems):
             add(rebuilt, {rank: rebuilt.lacks(rank, images) for rank, images in lacking.items()})
         missing = [rank for rank in range(candidate.world) if lacking.get(rank, {""})]
-        if missing and not candidate.on_disk:
+        if missing and not candidate.places:
             raise PeerLost(
                 f"step {candidate.step} cannot be read from memory",
                 found="; ".join(problems) or "out of this process's sight",

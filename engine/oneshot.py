@@ -204,7 +204,7 @@ def _after_newest(backend: Backend, step: int) -> Origin:
     """Adopts the newest checkpoint that counts. Raises StepOrder unless ``step`` comes after it."""
     if find_run(backend) is None:
         return Origin(looked=True)
-    newest = Proposals(backend, {}, step=None, writes=True).next()
+    newest = Proposals([backend], {}, step=None, writes=True).next()
     if newest is None:
         return Origin(looked=True)
     if step <= newest.step:

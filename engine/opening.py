@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import secrets
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .backends.api import Backend
+from .discovery import find_run
 from .errors import NotLoaded, RunInUse
 from .format.constants import CHUNK_BYTES
 from .format.records import IncarnationRecord, RunRecord, Writer
@@ -15,6 +17,7 @@ from .memory.process import Process
 from .places import Place
 from .store.blocking import run_blocking
 from .store.catalog import list_steps
+from .store.mirror import copy_records
 from .store.runs import add_incarnation, create_run, now, read_incarnations, require_records
 from .writers import ENDING_S_MAX, Lookout, await_end, ending_s, is_writing, mark, unmark
 
@@ -62,6 +65,7 @@ def begin_incarnation(
     config_hash: str | None,
     take_over: bool,
     lookout: Lookout | None = None,
+    farther: Sequence[Backend] = (),
     patience_s: float = ENDING_S_MAX,
 ) -> tuple[RunRecord, IncarnationRecord]:
     """Create the run if absent and add the next incarnation, which is marked as being written until ``unmark``.
@@ -70,6 +74,7 @@ def begin_incarnation(
 
     Raises NotLoaded, RunInUse and Damaged; nothing is written then.
     """
+    _restore_records(backend, farther)
     records = _existing(backend)
     if records:
         _refuse_unloaded(backend, origin)
@@ -136,6 +141,17 @@ def _refuse_second(place: Place, newest: IncarnationRecord, lookout: Lookout) ->
         host=host,
         incarnation=newest.number,
     )
+
+
+def _restore_records(backend: Backend, farther: Sequence[Backend]) -> None:
+    """A root that has lost its run gets its records back from the nearest of the ``farther`` tiers that has it: what
+    was loaded from there is gone on with."""
+    if not farther or find_run(backend) is not None:
+        return
+    for tier in farther:
+        if find_run(tier) is not None:
+            run_blocking(copy_records(tier, backend))
+            return
 
 
 def _existing(backend: Backend) -> list[IncarnationRecord]:
