@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from .errors import Permanent
@@ -50,6 +50,9 @@ class Item:
 
     name: str
     nbytes: int
+    modified: float | None = field(default=None, compare=False)
+    """When it was last written (an upload: begun), in seconds since the epoch by the store's own clock; None where the
+    store does not say."""
 
 
 Items = list[Item]
