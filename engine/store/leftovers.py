@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from everstep.backends.api import Backend, Item, Items, Writer
+from everstep.backends.api import Backend, Item, Items, Notes, Writer
 from everstep.backends.errors import Permanent
 from everstep.backends.wrap import Wrapper
 from everstep.format import names
@@ -151,7 +151,7 @@ class _Pretending(Wrapper):
         super().__init__(inner)
         self._discarded: set[str] = set()
 
-    async def open_writer(self, name: str, nbytes: int) -> Writer:
+    async def open_writer(self, name: str, nbytes: int, notes: Notes | None = None) -> Writer:
         raise Permanent(name, "nothing is written here")
 
     async def write(self, name: str, data: bytes) -> None:
