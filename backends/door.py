@@ -40,13 +40,15 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of a directory. ``nbytes`` is 0 for what is not a regular file."""
+    """One entry of a directory. ``nbytes`` and ``modified`` (seconds since the epoch) are 0 for what is not a regular
+    file."""
 
     name: str
     is_dir: bool
     is_file: bool
     is_link: bool
     nbytes: int
+    modified: float
 
 
 class Door:
@@ -181,10 +183,11 @@ def _entry(entry: os.DirEntry[str]) -> Entry | None:
     try:
         is_dir = entry.is_dir()
         is_file = not is_dir and entry.is_file()
-        nbytes = entry.stat().st_size if is_file else 0
+        found = entry.stat() if is_file else None
     except FileNotFoundError:
         return None
-    return Entry(entry.name, is_dir, is_file, entry.is_symlink(), nbytes)
+    nbytes, modified = (found.st_size, found.st_mtime) if found is not None else (0, 0.0)
+    return Entry(entry.name, is_dir, is_file, entry.is_symlink(), nbytes, modified)
 
 
 def _checked(result: int, path: str) -> None:

@@ -173,7 +173,7 @@ class LocalFiles:
                     if is_name(name) and links + entry.is_link <= LINKS_MAX:
                         pending.append((name, links + entry.is_link))
                 elif entry.is_file and (is_temporary_of_ours(name) if temporaries else is_name(name)):
-                    items.append(Item(name, entry.nbytes))
+                    items.append(Item(name, entry.nbytes, entry.modified))
         return items
 
     def list_names(self, prefix: str) -> list[str]:

@@ -26,6 +26,8 @@ COMMANDS = {
         "plan_memory", "plan_memory", "Say what the memory tier takes, and what survives what."
     ),
     "fsck": _Entry("fsck", "fsck", "Check every byte of a run against its hashes."),
+    "copy": _Entry("copy", "copy", "Copy a run, or some of its checkpoints, to another place."),
+    "gc": _Entry("gc", "gc", "Remove what crashed writers left in a run."),
     "export": _Entry("export", "export", "Write a checkpoint as safetensors, torch.save or DCP."),
     "import": _Entry("import_", "import_", "Make a torch.save, DCP or safetensors checkpoint one of a run."),
     "clean-memory": _Entry("clean", "clean_memory", "Remove snapshots in memory that no process uses."),

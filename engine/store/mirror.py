@@ -18,9 +18,8 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
-from everstep.backends.api import Backend, Writer
+from everstep.backends.api import Backend, Notes
 from everstep.backends.errors import Conflict, NotFound
 from everstep.backends.points import reach
 from everstep.errors import Damaged, NoCheckpoint, NotARun, RunError, SaveAbandoned, SaveFailed
@@ -46,18 +45,8 @@ IMAGES_PARALLEL = 2
 """Images of one rank that are copied side by side. So a rank takes this, times one more than ``PIECES_AHEAD``, times
 ``PIECE_BYTES`` of memory."""
 
-
 SMALL_BYTES_MAX = 256 << 20
 """Votes are the largest of what is copied in one piece."""
-
-
-class Notes(Protocol):
-    """What a writer wants to know after a crash; see the backends."""
-
-    def load(self) -> bytes | None: ...
-
-    async def save(self, data: bytes) -> None: ...
-
 
 Told = Callable[[int], None]
 """Hears of bytes that have been written."""
@@ -306,7 +295,8 @@ class _Share:
         ahead: deque[asyncio.Task[memoryview]] = deque()
         used: deque[mmap.mmap] = deque()
         with writing(self.target, name, step=self.manifest.step, rank=self.rank):
-            writer = await self._open_writer(name, image.nbytes)
+            notes = self.notes(name) if self.notes is not None else None
+            writer = await self.target.open_writer(name, image.nbytes, notes)
             try:
                 while pending or ahead:
                     while pending and len(ahead) <= PIECES_AHEAD:
@@ -330,11 +320,6 @@ class _Share:
                 raise
         reach("mirror.image.done", name)
         return image.nbytes
-
-    async def _open_writer(self, name: str, nbytes: int) -> Writer:
-        if self.notes is None:
-            return await self.target.open_writer(name, nbytes)
-        return await self.target.open_writer(name, nbytes, self.notes(name))  # type: ignore[call-arg]
 
     async def _piece(
         self, durable: DurableSource, image: ImageRecord, buffer: mmap.mmap, start: int, end: int

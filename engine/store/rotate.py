@@ -64,12 +64,17 @@ def _nobody_is_gone(incarnation: int) -> bool:
     return False
 
 
+def _all(found: StepNames) -> bool:
+    return True
+
+
 async def rotate(
     backend: Backend,
     plan: RetentionPlan,
     *,
     is_superseded: Callable[[], Awaitable[bool]],
     is_gone: Callable[[int], bool] = _nobody_is_gone,
+    among: Callable[[StepNames], bool] = _all,
     tombstone_wait_s: float = TOMBSTONE_WAIT_S,
     clock: Callable[[], float] = time.time,
 ) -> RotationReport:
@@ -77,12 +82,13 @@ async def rotate(
 
     ``is_superseded`` is asked again before every removal: a superseded writer deletes nothing. ``is_gone``
     says of an incarnation that its writer is provably dead; only then are its undecided attempts given up.
+    ``among`` says which checkpoints' directories are looked at.
     Raises CannotTell, SaveFailed: what was done stays done, the rest is for the next rotation.
     """
     report = RotationReport()
     keep = {key for key, _ in plan.keep}
     remove = set(plan.remove) - keep
-    steps = await list_steps(backend, empty=True)
+    steps = [found for found in await list_steps(backend, empty=True) if among(found)]
     standing: dict[Key, Manifest | Tombstone | None] = {}
     for found in steps:
         if found.key in keep and len(found.attempts) == 1 and found.attempts == found.decisions:
@@ -256,16 +262,19 @@ async def _delete_files(
     directory = names.checkpoint_dir(*found.place)
     attempts = [attempt for attempt in found.attempts if attempt < tombstone.number]
     for attempt in attempts:
-        await _delete_attempt(backend, found, attempt, report)
+        await delete_attempt(backend, found.place, attempt, report)
     decisions = [number for number in found.decisions if number < tombstone.number]
     with writing(backend, directory):
         await backend.delete([names.decision(*found.place, number) for number in decisions])
     reach("rotate.deleted.decisions", directory)
 
 
-async def _delete_attempt(backend: Backend, found: StepNames, attempt: int, report: RotationReport) -> None:
-    """Everything in the attempt's directory that is ours; votes first."""
-    directory = names.attempt_dir(*found.place, attempt)
+async def delete_attempt(
+    backend: Backend, place: tuple[int, int], attempt: int, report: RotationReport
+) -> None:
+    """Everything in the attempt's directory that is ours; votes first. ``place`` is (step, incarnation). For attempts
+    that can count no more."""
+    directory = names.attempt_dir(*place, attempt)
     votes: list[Item] = []
     others: list[Item] = []
     with reading(backend, directory):
@@ -283,7 +292,7 @@ async def _delete_attempt(backend: Backend, found: StepNames, attempt: int, repo
         reach("rotate.deleted.images", directory)
         await backend.discard_leftovers(temporaries)
         if not (votes or others or temporaries):  # an empty directory, which a crash left: this removes it
-            await backend.delete([names.vote(*found.place, attempt, 0)])
+            await backend.delete([names.vote(*place, attempt, 0)])
     report.freed_bytes += sum(item.nbytes for item in (*votes, *others, *temporaries))
 
 
@@ -305,24 +314,33 @@ async def _collect(
         past = newest is not None and found.key < newest
         gone = is_gone(found.incarnation)
         if (past or gone) and not (found.decisions or found.attempts):
-            await _drop_empty(backend, names.checkpoint_dir(*found.place), names.decision(*found.place, 1))
+            await _drop_empty(
+                backend, names.checkpoint_dir(*found.place), names.decision(*found.place, 1), report
+            )
             continue
+        undecided = False
         for attempt in found.attempts:
             decision = await _decision_of(backend, found, attempt)
             if attempt not in found.decisions and (gone or past):
                 directory = names.attempt_dir(*found.place, attempt)
-                if await _drop_empty(backend, directory, names.vote(*found.place, attempt, 0)):
+                if await _drop_empty(backend, directory, names.vote(*found.place, attempt, 0), report):
                     continue
+                undecided = True
                 if gone:
                     decision = await _give_up(backend, found, attempt, report)
-            if isinstance(decision, Abort) and (gone or past or attempt < max(found.decisions, default=0)):
-                await _delete_attempt(backend, found, attempt, report)
+            counting = standing[found.key]
+            against = isinstance(decision, Abort) or (
+                decision is not None and isinstance(counting, Manifest) and counting.attempt != attempt
+            )
+            if against and (gone or past or attempt < max(found.decisions, default=0)):
+                await delete_attempt(backend, found.place, attempt, report)
                 report.collected.append((found.key, attempt))
-        if gone and standing[found.key] is None:
+        # An abort record that was only just made stays: a late commit of that attempt must find it.
+        if gone and standing[found.key] is None and not undecided:
             await _forget(backend, found)
 
 
-async def _drop_empty(backend: Backend, directory: str, some_name: str) -> bool:
+async def _drop_empty(backend: Backend, directory: str, some_name: str, report: RotationReport) -> bool:
     """Whether the directory has nothing of ours (but temporaries); it is then removed with these. A crash
     leaves such ones. Asking to delete a name in it, which is not there, removes an empty directory."""
     with reading(backend, directory):
@@ -332,6 +350,7 @@ async def _drop_empty(backend: Backend, directory: str, some_name: str) -> bool:
     with writing(backend, directory):
         await backend.discard_leftovers(temporaries)
         await backend.delete([some_name])
+    report.freed_bytes += sum(item.nbytes for item in temporaries)
     return True
 
 

@@ -1,0 +1,170 @@
+"""What crashed writers left in a run: unfinished temporaries and uploads, attempts that were given up or that nobody
+finishes.
+
+The rules are those of rotation, whose code this uses: an abort record first, then a look, then deletion. So whatever is
+taken for dead and is not ends in an error of its writer, never in half a checkpoint. Age only spares living writers
+that error; it is taken by the clocks of this machine and of the store.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+from everstep.backends.api import Backend, Item, Items, Notes, Writer
+from everstep.backends.errors import Permanent
+from everstep.backends.wrap import Wrapper
+from everstep.format import names
+from everstep.plan.retention import RetentionPlan
+
+from .asking import reading, writing
+from .catalog import list_steps
+from .rotate import Key, rotate
+from .runs import open_run, read_incarnations
+
+OLDER_THAN_S = 3600.0
+"""What was written to later than this is left alone by default; longer than any commit may take."""
+
+YOUNG = "it was written to not long ago"
+
+
+@dataclass(slots=True)
+class Collected:
+    """What :func:`collect_leftovers` removed. ``attempts`` are (incarnation, step) and the attempt's number;
+    ``removed`` are checkpoints whose removal by rotation had broken off. ``kept`` says of what is unfinished and was
+    left, why."""
+
+    attempts: list[tuple[Key, int]] = field(default_factory=list)
+    removed: list[Key] = field(default_factory=list)
+    temporaries: list[Item] = field(default_factory=list)
+    kept: list[tuple[str, str]] = field(default_factory=list)
+    freed_bytes: int = 0
+
+
+async def collect_leftovers(
+    backend: Backend,
+    *,
+    living: Collection[int] = (),
+    older_than_s: float = OLDER_THAN_S,
+    dry_run: bool = False,
+    clock: Callable[[], float] = time.time,
+) -> Collected:
+    """Remove what was last written to at least ``older_than_s`` ago and can be of no use any more.
+
+    ``living`` are incarnations that somebody may still write: of these no open attempt is touched, whatever its age.
+    With ``dry_run`` nothing is changed, and the report says what would be. Raises NotARun, Damaged (the incarnations'
+    records), CannotTell, SaveFailed: what was done stays done.
+    """
+    await open_run(backend)
+    records = {record.number for record in await read_incarnations(backend)}
+    report = Collected()
+    limit = clock() - older_than_s
+    written = await _written(backend, whatever_the_age=older_than_s <= 0)
+    old: set[Key] = set()
+    for found in await list_steps(backend, empty=True):
+        is_open = [attempt for attempt in found.attempts if attempt not in found.decisions]
+        why = ""
+        if found.incarnation not in records:
+            why = "the record of its incarnation is missing"
+        elif written.get(found.place, -math.inf) > limit:
+            why = YOUNG
+        elif found.incarnation in living and is_open:
+            why = "its incarnation may be at work"
+        else:
+            old.add(found.key)
+        if why:
+            report.kept += [(names.attempt_dir(*found.place, attempt), why) for attempt in is_open]
+
+    async def never() -> bool:
+        return False
+
+    target = _Pretending(backend) if dry_run else backend
+    done = await rotate(
+        target,
+        RetentionPlan((), ()),
+        is_superseded=never,
+        is_gone=lambda incarnation: incarnation in records and incarnation not in living,
+        among=lambda found: found.key in old,
+    )
+    report.attempts, report.removed, report.freed_bytes = done.collected, done.removed, done.freed_bytes
+    report.kept += [(names.checkpoint_dir(key[1], key[0]), why) for key, why in done.kept]
+    await _discard(target, report, old, limit, whatever_the_age=older_than_s <= 0)
+    return report
+
+
+async def _written(backend: Backend, *, whatever_the_age: bool) -> dict[tuple[int, int], float]:
+    """When something was last written to each checkpoint, by (step, incarnation)."""
+    found: dict[tuple[int, int], float] = {}
+
+    def see(item: Item) -> None:
+        place = _place(item.name)
+        if place is not None:
+            found[place] = max(found.get(place, -math.inf), _at(item, whatever_the_age))
+
+    with reading(backend, names.CHECKPOINTS):
+        async for item in backend.list(names.CHECKPOINTS):
+            see(item)
+        for item in await backend.leftovers(names.CHECKPOINTS):
+            see(item)
+    return found
+
+
+def _at(item: Item, whatever_the_age: bool) -> float:
+    """When ``item`` was written; where the store does not say, it is never old, but where age does not matter."""
+    if item.modified is not None:
+        return item.modified
+    return -math.inf if whatever_the_age else math.inf
+
+
+def _place(name: str) -> tuple[int, int] | None:
+    """The checkpoint, as (step, incarnation), in whose directory an object or a temporary lies."""
+    pieces = name.split("/")
+    if len(pieces) < 4 or pieces[0] != names.CHECKPOINTS:
+        return None
+    step, incarnation = names.parse_step(pieces[1]), names.parse_incarnation(pieces[2])
+    return None if step is None or incarnation is None else (step, incarnation)
+
+
+async def _discard(
+    backend: Backend, report: Collected, old: set[Key], limit: float, *, whatever_the_age: bool
+) -> None:
+    """Remove temporaries and uploads that are old; of checkpoints only where all of the checkpoint is."""
+    with reading(backend, ""):
+        items = await backend.leftovers("")
+    for item in items:
+        place = _place(item.name)
+        if (place is not None and (place[1], place[0]) not in old) or _at(item, whatever_the_age) > limit:
+            report.kept.append((item.name, YOUNG if place is None else "its checkpoint may be at work"))
+        else:
+            report.temporaries.append(item)
+    with writing(backend, ""):
+        await backend.discard_leftovers(report.temporaries)
+    report.freed_bytes += sum(item.nbytes for item in report.temporaries)
+
+
+class _Pretending(Wrapper):
+    """Does as if it changed what it is asked to change."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self._discarded: set[str] = set()
+
+    async def open_writer(self, name: str, nbytes: int, notes: Notes | None = None) -> Writer:
+        raise Permanent(name, "nothing is written here")
+
+    async def write(self, name: str, data: bytes) -> None:
+        raise Permanent(name, "nothing is written here")
+
+    async def create(self, name: str, data: bytes) -> None:
+        """Done, for all that is seen of it."""
+
+    async def delete(self, names: Iterable[str]) -> None:
+        """Done, for all that is seen of it."""
+
+    async def leftovers(self, prefix: str = "") -> Items:
+        return [item for item in await self.inner.leftovers(prefix) if item.name not in self._discarded]
+
+    async def discard_leftovers(self, items: Iterable[Item]) -> None:
+        self._discarded.update(item.name for item in items)
