@@ -285,7 +285,7 @@ class Line:
                 rank,
                 run=self._run,
                 pool=self._pool,
-                notes=None,
+                notes=lambda name: self._owner.notes(entry, name),
             )
             reach("mirror.rank", str(entry.step))
 
