@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from urllib.parse import unquote_to_bytes, urlsplit
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote, unquote_to_bytes, urlsplit
 
 from .api import Backend
 from .door import BoundDoor
@@ -17,8 +20,33 @@ SUPPORTED = "a path, or file:///path"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 
 
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A place. ``url`` is canonical and has no secrets; ``options`` are those of its storage, which may be secret."""
+
+    url: str
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+def locate_store(given: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Location:
+    """The place that a path or a URL means; two names of one directory are one place."""
+    path = os.path.realpath(local_path(given))
+    return Location("file://" + quote(os.fsencode(path)), dict(options or {}))
+
+
+def is_local(url: str | os.PathLike[str]) -> bool:
+    """Whether it is a path, or a URL of one."""
+    scheme = _SCHEME.match(os.fspath(url))
+    return scheme is None or not isinstance(url, str) or scheme.group(1).lower() == "file"
+
+
 def open_backend(
-    url: str | os.PathLike[str], *, shared: bool = False, threads: int = 4, bound: bool = False
+    url: str | os.PathLike[str],
+    *,
+    shared: bool = False,
+    threads: int = 4,
+    bound: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> Backend:
     """The backend for a path or a ``file://`` URL; nothing is read or made yet. ``shared`` says that all
     nodes see the same files there. ``bound`` binds to the directory that is there now, if one is: when it is

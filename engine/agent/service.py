@@ -52,6 +52,7 @@ from .protocol import (
     Taken,
     Welcome,
 )
+from .root import OpenBackend, Root
 from .rotation import Rotator
 from .server import Peer
 from .status import describe
@@ -69,8 +70,6 @@ RESUME_PAUSE_S = 15.0
 EVENTS_PAUSE_S = 2.0
 """Events are written at most this often."""
 
-OpenBackend = Callable[[str], Backend]
-
 
 class Service:
     """``root`` and ``run_key`` never change; the other settings follow the newest incarnation's trainers."""
@@ -82,8 +81,7 @@ class Service:
         self.pipeline: Pipeline | None = None
         self._journal = journal
         self._journal_thread = ThreadPoolExecutor(1, thread_name_prefix="everstep-journal")
-        self._open_backend = open_backend
-        self._backend = open_backend(settings.root)
+        self._backend = Root(settings, open_backend)
         self._guarded: Backend = self._backend
         """For whatever writes or deletes: only while it is this run's."""
         self._run: RunRecord | None = None
@@ -292,6 +290,8 @@ class Service:
                 expected=theirs.root,
                 hint="Set another runtime_dir",
             )
+        if hello.incarnation >= self.members.newest:
+            await self._backend.renew(theirs)
         await self._ensure_run(hello.run_id)
         self.members.check(hello.incarnation, hello.rank, process)
         arena = await asyncio.to_thread(self._arena_of, hello.arena, fd, hello.rank)

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError, NoSpace, Retryable
-from everstep.backends.open import open_backend
 from everstep.errors import CannotTell, EverstepError, SaveFailed, StorageFull
 from everstep.memory.process import Process, boot_id
 from everstep.plan.lineage import Lineage
@@ -20,12 +19,6 @@ BACKOFF_FIRST_S = 0.2
 BACKOFF_MAX_S = 5.0
 
 T = TypeVar("T")
-
-
-def open_root(url: str) -> Backend:
-    """The run's root: every node sees the same files there. If it is deleted under the agent, what the agent writes
-    late must not appear in a run that is made anew at the same place."""
-    return open_backend(url, shared=True, bound=True)
 
 
 def may_pass(error: BaseException) -> bool:

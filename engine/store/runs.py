@@ -65,9 +65,9 @@ async def _what_is_there(backend: Backend) -> NotARun | Damaged | CannotTell:
         if not found:
             return NotARun(
                 f"{backend.url} is not a run",
-                found="nothing: the directory is empty or does not exist",
+                found="nothing: the place is empty or does not exist",
                 expected=names.RUN,
-                hint="Check the path; a run comes into being at its first save",
+                hint="Check the name; a run comes into being at its first save",
             )
         ours = await _traces(backend)
     except Permanent as error:
@@ -155,8 +155,8 @@ async def create_run(backend: Backend, *, chunk_bytes: int) -> RunRecord:
         raise NotARun(
             f"{backend.url} cannot become a run",
             found=error.found,
-            expected="a directory that this process can write",
-            hint="Check the path and its access rights",
+            expected="a place that this process can write to",
+            hint="Check the name and the access rights",
         ) from error
     return record
 
