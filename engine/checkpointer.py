@@ -47,7 +47,7 @@ from .session import Session, agent_settings
 from .state.trainstate import TrainState
 from .store.blocking import run_blocking
 from .store.runs import open_run
-from .writers import Lookout, unmark
+from .writers import ENDING_S_MAX, Lookout, ending, unmark
 
 log = logging.getLogger("everstep")
 
@@ -313,6 +313,7 @@ class Checkpointer:
             stack.callback(self._rollbacks.close, lambda record_id: unmark(self._place, record_id))
             if self._session is not None:
                 stack.callback(unmark, self._place, self._session.record_id)
+                ending(self._place, self._session.record_id, within_s=self._policy.close_timeout_s)
                 self._session.close(flush=flush, keep=keep)
 
     def status(self) -> dict[str, Any]:
@@ -503,6 +504,7 @@ class Checkpointer:
                 config_hash=config_hash(self._config),
                 take_over=self._take_over,
                 lookout=self._lookout,
+                patience_s=min(ENDING_S_MAX, self._policy.rank_timeout_s / 2),
             )
             return [encode_run(run), encode_incarnation(record)]
 

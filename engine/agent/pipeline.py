@@ -41,6 +41,8 @@ log = logging.getLogger("everstep.agent")
 
 POLL_FIRST_S = 0.02
 POLL_MAX_S = 1.0
+LOOK_AFTER_S = 2.0
+"""Without a new vote, after which the other nodes' beacons are looked at: most votes come sooner."""
 FLUSHES_MAX = 1024
 """Flushes without a verdict; more are refused."""
 ATTEMPTS_MAX = 1000
@@ -103,6 +105,10 @@ class Owner(Protocol):
     async def stand_in(self, flush: Flush, missing: list[int]) -> list[int]:
         """Add the jobs of dead trainers whose arenas hold the step. Those of ``missing`` that can never
         vote: their trainers are dead, without that snapshot."""
+        ...
+
+    async def lost_elsewhere(self, flush: Flush, missing: list[int]) -> tuple[list[int], str]:
+        """Those of ``missing`` on other nodes that can never vote, and why."""
         ...
 
 
@@ -385,13 +391,13 @@ class Pipeline:
         """End the flush when ranks will not vote any more, or have had their time."""
         missing = sorted(set(range(flush.world)) - set(voted) - set(flush.unwritten()))
         lost = await self._owner.stand_in(flush, missing) if missing else []
-        if lost:
-            why = "died without a snapshot of it"
-        elif missing and time.monotonic() - since > self.commit_timeout_s:
+        why = "died without a snapshot of it"
+        if missing and not lost and time.monotonic() - since > LOOK_AFTER_S:
+            lost, why = await self._owner.lost_elsewhere(flush, missing)
+        if not lost and missing and time.monotonic() - since > self.commit_timeout_s:
             lost, why = missing, f"did not vote within {self.commit_timeout_s:g} s"
-        else:
-            return
-        self._end(flush, *ranks_missing(flush.step, flush.world, voted, lost, why, self.backend.url))
+        if lost:
+            self._end(flush, *ranks_missing(flush.step, flush.world, voted, lost, why, self.backend.url))
 
     # -- the end
 

@@ -29,6 +29,7 @@ from everstep.store.rotate import RotationReport
 from everstep.store.runs import open_run
 
 from .beacon import Beacons
+from .elsewhere import Elsewhere
 from .guard import SameRun
 from .journal import GuardEntry, JobEntry, Journal, NoJournal
 from .members import FLUSHED, KEPT, Member, Members, find_snapshot, open_arena
@@ -91,6 +92,7 @@ class Service:
         self._orphans = Orphans(self)
         self.protection = Protection(self)
         self.beacons = Beacons(self)
+        self._elsewhere = Elsewhere(self)
         self._registered: set[Peer] = set()
         self._order = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -434,6 +436,9 @@ class Service:
             )
             await self._pipeline.add(entry, self.pin_of(member, snapshot.index, snapshot.generation))
         return lost
+
+    async def lost_elsewhere(self, flush: Flush, missing: list[int]) -> tuple[list[int], str]:
+        return await self._elsewhere.lost(flush, missing)
 
     def run_is_gone(self) -> None:
         """The run was deleted, or replaced by another: there is nothing left to serve."""

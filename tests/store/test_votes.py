@@ -261,6 +261,9 @@ class Owner:
     async def stand_in(self, flush: Flush, missing: list[int]) -> list[int]:
         return []
 
+    async def lost_elsewhere(self, flush: Flush, missing: list[int]) -> tuple[list[int], str]:
+        return [], ""
+
 
 @pytest.mark.parametrize(("world_min", "gathered"), [(WORLD, [[1, 2, 3]]), (WORLD + 1, [])])
 def test_an_agent_gathers_the_votes_of_its_ranks_once_all_are_there(
