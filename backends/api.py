@@ -40,6 +40,9 @@ class Capabilities:
     """:meth:`Backend.create` publishes whole objects, at most once per name, on every client alike."""
     shared: bool
     """Every node sees the same objects (False: node-local)."""
+    flat: bool = False
+    """Names lie in no directories: listing all below a prefix costs a request per thousand objects, listing the
+    children of each directory costs at least one each."""
     direct_io: bool = False
     """Reads and writes of 4 KiB-aligned memory bypass the page cache where the file system can."""
 

@@ -69,7 +69,8 @@ RESUME_TRIES_MAX = 40
 RESUME_PAUSE_S = 15.0
 """How long a new agent waits for storage before it leaves the journal's jobs to the next one."""
 EVENTS_PAUSE_S = 2.0
-"""Events are written at most this often."""
+EVENTS_FLAT_PAUSE_S = 10.0
+"""Events are written at most this often; on a store where each write is a request that costs money, more seldom."""
 
 
 class Service:
@@ -551,9 +552,10 @@ class Service:
         """Best effort, and seldom: what is appended meanwhile goes along."""
         if self._events is None:
             return
-        pause = self._last_events + EVENTS_PAUSE_S - time.monotonic()
+        interval = EVENTS_FLAT_PAUSE_S if self._backend.capabilities.flat else EVENTS_PAUSE_S
+        pause = self._last_events + interval - time.monotonic()
         if pause > 0 and not self.stopped.is_set():
-            self._last_events += EVENTS_PAUSE_S
+            self._last_events += interval
             await asyncio.sleep(pause)
         self._last_events = time.monotonic()
         try:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError, NoSpace, Retryable
 from everstep.errors import CannotTell, EverstepError, SaveFailed, StorageFull
+from everstep.format.records import IncarnationRecord
 from everstep.memory.process import Process, boot_id
 from everstep.plan.lineage import Lineage
 from everstep.store.runs import read_incarnations
@@ -69,13 +70,15 @@ class Fence:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._lineage: Lineage | None = None
+        self.known: dict[int, IncarnationRecord] = {}
+        """Records that were read; they never change."""
         self.newest = 0
         self.worlds: dict[int, int] = {}
         self._writers: dict[int, Process] = {}
 
     async def look(self) -> Lineage:
         """The lineage as it is now. Raises CannotTell, Damaged, UnknownFormat."""
-        records = await patiently(lambda: read_incarnations(self._backend))
+        records = await patiently(lambda: read_incarnations(self._backend, self.known))
         self.worlds = {record.number: record.world for record in records}
         self._writers = {
             record.number: Process(record.writer.pid, record.writer.start_time, record.writer.boot)

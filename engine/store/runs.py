@@ -161,8 +161,11 @@ async def create_run(backend: Backend, *, chunk_bytes: int) -> RunRecord:
     return record
 
 
-async def read_incarnations(backend: Backend) -> list[IncarnationRecord]:
-    """All records, by number. Numbers start at 1 and have no gap: a missing record is Damaged."""
+async def read_incarnations(
+    backend: Backend, known: dict[int, IncarnationRecord] | None = None
+) -> list[IncarnationRecord]:
+    """All records, by number. Numbers start at 1 and have no gap: a missing record is Damaged. Those in ``known`` are
+    not read again, and what is read is added there: records never change."""
     numbers = await incarnation_numbers(backend)
     expected = range(1, len(numbers) + 1)
     missing = sorted(set(expected) - set(numbers))
@@ -176,8 +179,12 @@ async def read_incarnations(backend: Backend) -> list[IncarnationRecord]:
             name=name,
         )
 
+    records = {} if known is None else known
+
     async def one(number: int) -> IncarnationRecord:
-        return await read_incarnation(backend, number)
+        if number not in records:
+            records[number] = await read_incarnation(backend, number)
+        return records[number]
 
     return await each(numbers, one)
 
