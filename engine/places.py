@@ -11,7 +11,7 @@ from typing import Any
 
 from .backends.api import Backend
 from .backends.errors import Permanent
-from .backends.open import SUPPORTED, locate_store, open_backend
+from .backends.open import SUPPORTED, is_local, local_path, locate_store, open_backend
 from .errors import BadOption
 from .format.hashing import hexdigest
 
@@ -65,7 +65,8 @@ def locate(
         raise BadOption("the root of a run must be a path or a URL", found=repr(root), expected=SUPPORTED)
     plain = _checked(options)
     try:
-        found = locate_store(root, plain)
+        # Of a directory its real path: two ways there are one run.
+        found = locate_store(os.path.realpath(local_path(root)) if is_local(root) else root, plain)
     except Permanent as error:
         raise BadOption("the root of a run cannot be used", found=error.cause, expected=SUPPORTED) from None
     name = node or os.environ.get("EVERSTEP_NODE") or socket.gethostname()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from everstep.backends.api import Backend, Writer
+from everstep.backends.api import Backend, Notes, Writer
 from everstep.backends.errors import NotFound
 from everstep.backends.wrap import Wrapper, WriterWrapper
 from everstep.errors import SaveFailed
@@ -51,9 +51,9 @@ class SameRun(Wrapper):
         if self.capabilities.flat:
             self._trusted_until = time.monotonic() + LOOK_S
 
-    async def open_writer(self, name: str, nbytes: int) -> Writer:
+    async def open_writer(self, name: str, nbytes: int, notes: Notes | None = None) -> Writer:
         await self.check(name)
-        return _Guarded(await self.inner.open_writer(name, nbytes), self, name)
+        return _Guarded(await self.inner.open_writer(name, nbytes, notes), self, name)
 
     async def write(self, name: str, data: bytes) -> None:
         await self.check(name)
