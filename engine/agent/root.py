@@ -5,34 +5,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError
-from everstep.backends.open import Location, open_backend
+from everstep.backends.open import open_backend
 from everstep.backends.wrap import Wrapper
 
 from .values import AgentSettings, storage_environment
 
 log = logging.getLogger("everstep.agent")
 
-OpenBackend = Callable[[Location], Backend]
+OpenBackend = Callable[[str, Mapping[str, Any]], Backend]
+"""By url and options of the storage."""
 
 FORMER_MAX = 1
 """Backends that were replaced, and may still be at work; older ones are closed."""
 
 
-def open_root(location: Location) -> Backend:
+def open_root(url: str, options: Mapping[str, Any]) -> Backend:
     """The run's root: every node sees the same files there. If it is deleted under the agent, what the agent writes
     late must not appear in a run that is made anew at the same place."""
-    return open_backend(location.url, shared=True, bound=True, options=location.options)
+    return open_backend(url, shared=True, bound=True, options=options)
 
 
 class Root(Wrapper):
     """The backend of ``settings``. Whatever has this object uses the newest credentials."""
 
     def __init__(self, settings: AgentSettings, open_backend: OpenBackend) -> None:
-        super().__init__(open_backend(settings.location))
+        super().__init__(open_backend(settings.root, settings.options))
         self._open = open_backend
         self._settings = settings
         self._former: list[Backend] = []
@@ -50,7 +52,7 @@ class Root(Wrapper):
             if name not in settings.environment:
                 del os.environ[name]
         os.environ.update(settings.environment)
-        fresh = self._open(settings.location)
+        fresh = self._open(settings.root, settings.options)
         self._former.append(self.inner)
         self.inner, self._settings = fresh, settings
         while len(self._former) > FORMER_MAX:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from everstep.backends.open import Location, is_local
+from everstep.backends.open import is_local
 from everstep.format.constants import CHUNK_BYTES
 from everstep.memory.process import Process
 from everstep.plan.retention import Retention
@@ -58,10 +58,6 @@ class AgentSettings:
     heartbeat_timeout_s: float = 4 * HEARTBEAT_S
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-
-    @property
-    def location(self) -> Location:
-        return Location(self.root, self.options)
 
     def to_wire(self) -> dict[str, Any]:
         return {

@@ -11,7 +11,7 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from everstep.backends.api import Backend
 from everstep.backends.faults import Fault, Faulty
-from everstep.backends.open import Location, open_backend
+from everstep.backends.open import open_backend
 from everstep.memory.arena import Arena
 from everstep.memory.directory import find_arenas
 from everstep.places import locate
@@ -189,8 +189,8 @@ class Storage:
     script: list[Fault] = field(default_factory=list)
     made: list[Faulty] = field(default_factory=list)
 
-    def open(self, location: Location) -> Backend:
-        backend = Faulty(open_backend(location.url, shared=True))
+    def open(self, url: str, options: Mapping[str, Any]) -> Backend:
+        backend = Faulty(open_backend(url, shared=True, options=options))
         backend.script = self.script
         self.made.append(backend)
         return backend
