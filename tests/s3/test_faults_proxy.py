@@ -135,7 +135,7 @@ def test_what_a_put_meets(place: Place, fault: Fault, stored: bytes | None) -> N
     assert fault.struck == 1 and place.there() == stored
     if fault.what == "answer":
         told = fault.answer_to(place.proxy.requests[0], b"")
-        assert caught.value.response["Error"]["Code"] == told.reason  # type: ignore[attr-defined]
+        assert caught.value.response["Error"]["Code"] == told.reason
     place.put()
     assert place.there() == BODY
 
@@ -162,7 +162,12 @@ def test_a_stalled_put_arrives_when_nobody_waits_for_it(place: Place) -> None:
 
 def test_a_stalled_answer_comes_after_its_release(place: Place) -> None:
     place.proxy.faults = [Fault("stall_answer")]
-    thread = threading.Thread(target=lambda: (place.proxy.stalled.wait(10), place.proxy.release()))
+
+    def release() -> None:
+        place.proxy.stalled.wait(10)
+        place.proxy.release()
+
+    thread = threading.Thread(target=release)
     thread.start()
     place.put()
     thread.join()
@@ -215,7 +220,7 @@ def test_a_slow_link_is_as_slow_as_it_says(place: Place) -> None:
     place.proxy.link.bytes_per_s = 4 * len(BODY)
     began = time.monotonic()
     place.put(2 * BODY)
-    assert 0.4 <= time.monotonic() - began
+    assert time.monotonic() - began > 0.4
     assert max(place.proxy.up.rates(0.25)) < 1.5 * place.proxy.link.bytes_per_s
 
 
