@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, get_args
@@ -169,6 +169,8 @@ class S3Proxy:
         self.refusing = False
         self.stalled = threading.Event()
         """Set once a stall has begun."""
+        self._quiet = threading.Condition()
+        self._busy = 0
         self.clear(faults)
         self._released = asyncio.Event()
         self._loop = asyncio.new_event_loop()
@@ -192,6 +194,11 @@ class S3Proxy:
     def release(self) -> None:
         """End all stalls that have begun."""
         self._loop.call_soon_threadsafe(self._release)
+
+    def wait_quiet(self) -> None:
+        """Until no request is under way, those included that only the server still hears of."""
+        with self._quiet:
+            assert self._quiet.wait_for(lambda: self._busy == 0, JOIN_S), f"{self._busy} requests under way"
 
     def cut(self) -> None:
         """End all connections."""
@@ -243,7 +250,8 @@ class S3Proxy:
         self._tasks.add(task)
         try:
             while not self.refusing and (head := await read_head(reader)) is not None:
-                await self._exchange(head, reader, writer)
+                with self._under_way():
+                    await self._exchange(head, reader, writer)
             if self.refusing:
                 _reset(writer)
         except (OSError, ValueError, asyncio.CancelledError, asyncio.TimeoutError):
@@ -251,6 +259,17 @@ class S3Proxy:
         finally:
             self._tasks.discard(task)
             writer.close()
+
+    @contextlib.contextmanager
+    def _under_way(self) -> Iterator[None]:
+        with self._quiet:
+            self._busy += 1
+        try:
+            yield
+        finally:
+            with self._quiet:
+                self._busy -= 1
+                self._quiet.notify_all()
 
     async def _exchange(self, head: Head, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request = head.request(len(self.requests))
