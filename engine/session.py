@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from .agent.client import AgentClient, Progress
-from .agent.values import AgentSettings, Hello
+from .agent.values import AgentSettings, Hello, storage_environment
 from .auditing import Auditor
 from .config import plain_metrics
 from .decisions import Decisions
@@ -534,6 +534,8 @@ def agent_settings(place: Place, policy: Policy, run_id: str, chunk_bytes: int) 
         heartbeat_timeout_s=policy.heartbeat_timeout_s or 4 * policy.heartbeat_s,
         commit_timeout_s=policy.commit_timeout_s,
         chunk_bytes=chunk_bytes,
+        options=place.options,
+        environment=storage_environment(place.url, *[tier.url for tier in place.tiers]),
         tiers=place.tiers,
     )
 

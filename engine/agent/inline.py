@@ -9,9 +9,9 @@ import socket
 import threading
 
 from .journal import NoJournal
+from .root import OpenBackend, open_root
 from .server import Server
-from .service import OpenBackend, Service
-from .storage import open_place
+from .service import Service
 from .values import AgentSettings
 
 JOIN_S = 5.0
@@ -22,7 +22,7 @@ class InlineAgent:
     """The thread ends when the trainer's end of ``socket`` is closed and nothing is left to do, or with the
     process. ``error`` is what ended it early."""
 
-    def __init__(self, settings: AgentSettings, open_backend: OpenBackend = open_place) -> None:
+    def __init__(self, settings: AgentSettings, open_backend: OpenBackend = open_root) -> None:
         self.socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.error: BaseException | None = None
         self._settings = settings

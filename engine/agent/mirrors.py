@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from everstep.backends.api import Backend
+from everstep.backends.api import Backend, Notes
 from everstep.backends.errors import BackendError
 from everstep.backends.points import reach
 from everstep.errors import EverstepError, Pruned, SaveAbandoned
@@ -27,7 +27,7 @@ from everstep.format.manifest import Manifest
 from everstep.format.records import RunRecord
 from everstep.store.catalog import read_decision_at
 from everstep.store.commit import tidy
-from everstep.store.mirror import Notes, conclude, copy_records, give_up, mirror_rank, missing_ranks
+from everstep.store.mirror import conclude, copy_records, give_up, mirror_rank, missing_ranks
 from everstep.store.rotate import RotationReport
 
 from .journal import MirrorEntry
@@ -92,12 +92,13 @@ class Mirrors:
         """(incarnation, step) that the root must keep."""
         return {key for line in self._lines.values() for key in line.owed()}
 
-    def follow(self, tiers: Sequence[TierSettings]) -> None:
-        """These are the tiers now; what is owed to one that is none any more is let go of."""
+    def follow(self, tiers: Sequence[TierSettings], *, anew: bool = False) -> None:
+        """These are the tiers now, ``anew`` to be opened in any case; what is owed to one that is none any more is let
+        go of."""
         named = {tier.name: tier for tier in tiers if not tier.node}
         for name in list(self._lines):
             line = self._lines[name]
-            if name not in named or named[name] != line.tier:
+            if anew or named.get(name) != line.tier:
                 rest = self._lines.pop(name).leave()
                 task = asyncio.ensure_future(line.close())
                 self._leaving.add(task)

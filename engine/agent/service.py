@@ -56,6 +56,7 @@ from .protocol import (
     Welcome,
 )
 from .resuming import resume
+from .root import OpenBackend, Root, take_environment
 from .rotation import Rotator
 from .server import Peer
 from .status import describe
@@ -69,10 +70,8 @@ IDLE_LOOK_S = 0.2
 FIRST_CLIENT_S = 20.0
 """How long a new agent waits for its first client at least."""
 EVENTS_PAUSE_S = 2.0
-"""Events are written at most this often."""
-
-OpenBackend = Callable[..., Backend]
-"""By url and options (none: the environment's)."""
+EVENTS_FLAT_PAUSE_S = 10.0
+"""Events are written at most this often; on a store where each write is a request that costs money, more seldom."""
 
 
 class Service:
@@ -86,7 +85,8 @@ class Service:
         self.journal = journal
         self._journal_thread = ThreadPoolExecutor(1, thread_name_prefix="everstep-journal")
         self.open_backend = open_backend
-        self._backend = open_backend(settings.root)
+        self.open_backend = open_backend
+        self._backend = Root(settings.root, settings.options, open_backend)
         self._guarded: Backend = self._backend
         """For whatever writes or deletes: only while it is this run's."""
         self._run: RunRecord | None = None
@@ -99,6 +99,8 @@ class Service:
         self.beacons = Beacons(self)
         self._elsewhere = Elsewhere(self)
         self._registered: set[Peer] = set()
+        self._anew = False
+        """Whether the storage's environment was changed."""
         self._order = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._handling = 0
@@ -230,6 +232,9 @@ class Service:
                 expected=theirs.root,
                 hint="Set another runtime_dir",
             )
+        if hello.incarnation >= self.members.newest:
+            self._anew = take_environment(theirs)
+            await self._backend.renew(theirs.options, anew=self._anew)
         await self.ensure_run(hello.run_id)
         self.members.check(hello.incarnation, hello.rank, process)
         arena = await asyncio.to_thread(self.arena_of, hello.arena, fd, hello.rank)
@@ -256,7 +261,8 @@ class Service:
             self._pipeline.backend = self._limited()
         if self._rotator is not None:
             self._rotator.retention = theirs.retention
-        self.tiers.follow()
+        self.tiers.follow(anew=self._anew)
+        self._anew = False
 
     def _limited(self) -> Backend:
         rate = self.settings.rate_bytes_per_s
@@ -514,9 +520,10 @@ class Service:
         """Best effort, and seldom: what is appended meanwhile goes along."""
         if self._events is None:
             return
-        pause = self._last_events + EVENTS_PAUSE_S - time.monotonic()
+        interval = EVENTS_FLAT_PAUSE_S if self._backend.capabilities.flat else EVENTS_PAUSE_S
+        pause = self._last_events + interval - time.monotonic()
         if pause > 0 and not self.stopped.is_set():
-            self._last_events += EVENTS_PAUSE_S
+            self._last_events += interval
             await asyncio.sleep(pause)
         self._last_events = time.monotonic()
         try:

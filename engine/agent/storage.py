@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError, NoSpace, Retryable
-from everstep.backends.open import open_backend
 from everstep.errors import CannotTell, EverstepError, SaveFailed, StorageFull
+from everstep.format.records import IncarnationRecord
 from everstep.memory.process import Process, boot_id
 from everstep.plan.lineage import Lineage
 from everstep.store.runs import read_incarnations
@@ -20,12 +20,6 @@ BACKOFF_FIRST_S = 0.2
 BACKOFF_MAX_S = 5.0
 
 T = TypeVar("T")
-
-
-def open_place(url: str, options: Mapping[str, Any] | None = None) -> Backend:
-    """The run's root, or a further tier: every node sees the same files there. If it is deleted under the agent, what
-    the agent writes late must not appear in a run that is made anew at the same place."""
-    return open_backend(url, shared=True, bound=True)
 
 
 def may_pass(error: BaseException) -> bool:
@@ -76,13 +70,15 @@ class Fence:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._lineage: Lineage | None = None
+        self.known: dict[int, IncarnationRecord] = {}
+        """Records that were read; they never change."""
         self.newest = 0
         self.worlds: dict[int, int] = {}
         self._writers: dict[int, Process] = {}
 
     async def look(self) -> Lineage:
         """The lineage as it is now. Raises CannotTell, Damaged, UnknownFormat."""
-        records = await patiently(lambda: read_incarnations(self._backend))
+        records = await patiently(lambda: read_incarnations(self._backend, self.known))
         self.worlds = {record.number: record.world for record in records}
         self._writers = {
             record.number: Process(record.writer.pid, record.writer.start_time, record.writer.boot)

@@ -7,12 +7,11 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from everstep.backends.api import Backend
+from everstep.backends.api import Backend, Notes
 from everstep.backends.limit import RateLimited
 from everstep.errors import EverstepError
 from everstep.format.manifest import Manifest
 from everstep.format.records import RunRecord
-from everstep.store.mirror import Notes
 
 from .journal import JobEntry, MirrorEntry
 from .mirrors import Key, Mirrors, Notebook
@@ -54,12 +53,12 @@ class Tiers:
         self._mirrors = Mirrors(self, root, run, self._service.fence)
         self.follow()
 
-    def follow(self) -> None:
-        """The trainers' settings may have changed. What was owed to a tier that the newest ones do not have is let go
-        of."""
+    def follow(self, *, anew: bool = False) -> None:
+        """The trainers' settings may have changed; ``anew``: the environment with which storage is opened did. What
+        was owed to a tier that the newest ones do not have is let go of."""
         if self._mirrors is None:
             return
-        self._mirrors.follow(self._service.settings.tiers)
+        self._mirrors.follow(self._service.settings.tiers, anew=anew)
         unplaced, self._unplaced = self._mirrors.owe(self._unplaced), []
         if not self._service.members.newest:
             self._unplaced = unplaced

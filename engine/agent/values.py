@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from everstep.backends.open import is_local
 from everstep.format.constants import CHUNK_BYTES
 from everstep.memory.process import Process
 from everstep.plan.retention import Retention
@@ -23,6 +25,17 @@ VERDICTS = frozenset({"committed", "failed", "abandoned", "superseded"})
 
 NO_STEP = -1
 """Progress that speaks of no step in particular."""
+
+
+STORAGE_VARIABLES = ("AWS_",)
+"""Beginnings of the names of what object stores' clients read in the environment: credentials, endpoints, regions."""
+
+
+def storage_environment(*urls: str) -> dict[str, str]:
+    """What of this process's environment the storage at ``urls`` reads."""
+    if all(is_local(url) for url in urls):
+        return {}
+    return {name: value for name, value in os.environ.items() if name.startswith(STORAGE_VARIABLES)}
 
 
 @dataclass(frozen=True)
@@ -57,7 +70,9 @@ class TierSettings:
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """``root`` is the canonical url of the run, ``run_key`` names (root, node) in 16 hex digits."""
+    """``root`` is the canonical url of the run, ``run_key`` names (root, node) in 16 hex digits. ``options`` of its
+    storage, and the trainer's ``environment`` as far as its storage reads that, may be secret: they go through pipe and
+    socket, and nowhere else."""
 
     root: str
     run_key: str
@@ -72,6 +87,8 @@ class AgentSettings:
     heartbeat_s: float = HEARTBEAT_S
     heartbeat_timeout_s: float = 4 * HEARTBEAT_S
     tiers: tuple[TierSettings, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -89,6 +106,8 @@ class AgentSettings:
             "heartbeat_s": self.heartbeat_s,
             "heartbeat_timeout_s": self.heartbeat_timeout_s,
             "tiers": [tier.to_wire() for tier in self.tiers],
+            "options": dict(self.options),
+            "environment": dict(self.environment),
         }
 
     @classmethod

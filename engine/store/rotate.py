@@ -9,10 +9,11 @@ anywhere leaves a tombstone, and the next rotation finishes. Names that are not 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from types import MappingProxyType
 
 from everstep.backends.api import Backend, Item
 from everstep.backends.points import reach
@@ -41,6 +42,8 @@ counts for nothing. By the wall clocks of two machines, hence the margin over an
 
 PUBLISH_TRIES_MAX = 8
 """How often the next decision number is tried when others take it."""
+
+NONE_KNOWN: Mapping[StepNames, Tombstone] = MappingProxyType({})
 
 Key = tuple[int, int]
 """(incarnation, step)"""
@@ -77,12 +80,14 @@ async def rotate(
     among: Callable[[StepNames], bool] = _all,
     tombstone_wait_s: float = TOMBSTONE_WAIT_S,
     clock: Callable[[], float] = time.time,
+    tombstones: Mapping[StepNames, Tombstone] = NONE_KNOWN,
 ) -> RotationReport:
     """Remove what ``plan`` removes, finish what an earlier rotation began, collect leftover attempts.
 
     ``is_superseded`` is asked again before every removal: a superseded writer deletes nothing. ``is_gone``
     says of an incarnation that its writer is provably dead; only then are its undecided attempts given up.
-    ``among`` says which checkpoints' directories are looked at.
+    ``among`` says which checkpoints' directories are looked at. ``tombstones`` were read before, under these very
+    names, and are not read again.
     Raises CannotTell, SaveFailed: what was done stays done, the rest is for the next rotation.
     """
     report = RotationReport()
@@ -94,6 +99,10 @@ async def rotate(
         if found.key in keep and len(found.attempts) == 1 and found.attempts == found.decisions:
             continue  # the plan has read its manifest, and there is nothing else
         wanted = found.key in remove
+        known = tombstones.get(found)
+        if known is not None and _is_only_waiting(found, known, tombstone_wait_s, clock):
+            report.waiting.append(found.key)
+            continue
         decision = standing[found.key] = await _standing(backend, found, report, wanted=wanted)
         if (wanted or isinstance(decision, Tombstone)) and await is_superseded():
             report.superseded = True
@@ -244,6 +253,14 @@ async def _intact(backend: Backend, found: StepNames, tombstone: Tombstone) -> M
             ranks = await voted_ranks(backend, *found.place, decision.attempt)
             return decision if ranks == [record.rank for record in decision.ranks] else None
     return None
+
+
+def _is_only_waiting(
+    found: StepNames, tombstone: Tombstone, wait_s: float, clock: Callable[[], float]
+) -> bool:
+    """Whether nothing is left but the tombstone, which still has to stand."""
+    alone = not found.attempts and found.decisions == (tombstone.number,)
+    return alone and _age_s(tombstone.created, clock) < wait_s
 
 
 def _age_s(created: str, clock: Callable[[], float]) -> float:
