@@ -74,6 +74,15 @@ class Outcomes:
         known.update(dict.fromkeys(more))
         return more
 
+    def owed(self) -> list[tuple[int, str]]:
+        """(step, url) of what has not reached its further tiers."""
+        return [
+            (step, url)
+            for step, tiers in self._tiers.items()
+            for url in tiers
+            if not self.outcome(step, url)[0]
+        ]
+
     def is_owed(self, step: int, tier: str) -> bool:
         """Whether the flush of ``step`` goes, or went, to the further tier with that url."""
         return tier in self._tiers.get(step, {})

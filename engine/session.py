@@ -276,6 +276,9 @@ class Session:
             self.outcomes.wait(step, until - time.monotonic(), self._look)
         if newest is not None:
             self.wait_durable(newest.step, until - time.monotonic())
+        if self._client.is_inline:  # a process goes on with it; this one ends with us
+            for step, url in self.outcomes.owed():
+                self.outcomes.wait(step, until - time.monotonic(), self._look, url)
         self.outcomes.tell()
 
     def _goodbye(self, flush: bool, safe: bool) -> None:

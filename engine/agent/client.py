@@ -126,6 +126,11 @@ class AgentClient:
             raise
         return client
 
+    @property
+    def is_inline(self) -> bool:
+        """Whether the agent is a thread of this process."""
+        return self._inline is not None
+
     # -- flushes
 
     def flush(
