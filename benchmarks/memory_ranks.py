@@ -26,6 +26,7 @@ from everstep.memory.directory import find_arenas
 from everstep.memory.header import Kind
 from everstep.places import locate
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from .common import Mismatch, Samples, in_turn
 from .floors import Buffer, CopyFloor
@@ -227,11 +228,11 @@ class Training(Rank):
             os.sched_setaffinity(int(task), cores)
 
 
-def _store(config: Config) -> dist.Store:
+def _store(config: Config) -> TCPStore:
     """The job's store, as launchers have it: over TCP. One in a file makes whoever waits sleep for 10 ms each time."""
     path = Path(config.store)
     if config.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, len(NODES), True, TIMEOUT, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", 0, len(NODES), True, TIMEOUT, wait_for_workers=False)
         unfinished = path.with_name(f"{path.name}.new")
         unfinished.write_text(str(store.port))
         unfinished.rename(path)
@@ -241,7 +242,7 @@ def _store(config: Config) -> dist.Store:
         if time.monotonic() > until:
             raise TimeoutError(f"rank 0 told no port within {MEET_S:g} s")
         time.sleep(MEET_POLL_S)
-    return dist.TCPStore("127.0.0.1", int(path.read_text()), len(NODES), False, TIMEOUT)
+    return TCPStore("127.0.0.1", int(path.read_text()), len(NODES), False, TIMEOUT)
 
 
 class Pair(Rank):
