@@ -99,7 +99,12 @@ class Rotator:
         # Also with nothing to remove: it finishes what a crash left, and collects given-up attempts.
         return await patiently(
             lambda: rotate(
-                self._backend, plan, is_superseded=is_superseded, is_gone=is_gone, tombstones=tombstones
+                self._backend,
+                plan,
+                is_superseded=is_superseded,
+                is_gone=is_gone,
+                tombstones=tombstones,
+                known=self._fence.known,
             )
         )
 
