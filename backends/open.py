@@ -93,7 +93,7 @@ def locate_store(given: str | os.PathLike[str], options: Mapping[str, Any] | Non
     environment, for URLs are shown and stored), for an option that is given twice with different values, and
     for what is no URL. Options mean nothing to local files."""
     if is_local(given):
-        return Location(Path(os.path.abspath(local_path(given))).as_uri())
+        return Location(Path(os.path.realpath(local_path(given))).as_uri())
     protocol, rest, query = _parts(str(given))
     named = _named_options(f"{protocol}://{rest}", query)
     merged = dict(options or {})
