@@ -19,7 +19,6 @@ from everstep.session import agent_settings
 from everstep.store.blocking import run_blocking
 from everstep.store.runs import open_run
 
-from tests.facade.conftest import forked, node  # noqa: F401  (fixtures)
 from tests.facade.kit import Forked, Training, same_bits, undisturbed, until
 
 from . import run_kit as kit

@@ -10,7 +10,6 @@ import pytest
 import torch
 from everstep.store import catalog
 
-from tests.facade.conftest import node  # noqa: F401  (a fixture)
 from tests.facade.kit import until
 
 from . import run_kit as kit
@@ -52,7 +51,7 @@ def test_what_a_run_asks_for(s3_server: S3Server, proxy: S3Proxy, monkeypatch: p
     found = asked(proxy)
     assert lists(found) <= 3 and found.total() <= 13 + INCARNATIONS, found
 
-    quiet = kit.policy(full_every=None, keep_last=None, heartbeat_s=60)
+    quiet = kit.policy(full_every=None, keep_last=100, heartbeat_s=60)
     with everstep.Checkpointer(url, policy=quiet, agent="inline") as ckpt:
         ckpt.load(state)
         ckpt.step(10, state)
