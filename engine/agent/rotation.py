@@ -109,7 +109,7 @@ class Rotator:
         )
 
     async def _plan(self) -> RetentionPlan:
-        lineage = await self._fence.look()
+        """By the lineage as the fence has just seen it."""
         found = await patiently(lambda: list_steps(self._backend))
         known = {names: self._decided[names] for names in found if names in self._decided}
 
@@ -120,4 +120,4 @@ class Rotator:
         await each([names for names in found if names not in known], read)
         self._decided = known
         checkpoints = [(names.incarnation, names.step) for names in found if known[names] is True]
-        return plan_retention(checkpoints, self.retention, lineage, set())
+        return plan_retention(checkpoints, self.retention, self._fence.lineage, set())

@@ -63,19 +63,31 @@ def url_with_endpoint(server: S3Server, url: str) -> str:
     return locate(url, options=server.storage_options).url
 
 
-def objects(server: S3Server, url: str) -> Iterator[tuple[str, bytes]]:
+def _prefix(url: str) -> str:
+    return url.partition("://")[2].partition("?")[0].partition("/")[2] + "/"
+
+
+def names(server: S3Server, url: str) -> list[str]:
     """All objects below ``url``, seen past everstep."""
+    prefix, found = _prefix(url), []
+    for page in (
+        server.client().get_paginator("list_objects_v2").paginate(Bucket=server.bucket, Prefix=prefix)
+    ):
+        found += [item["Key"][len(prefix) :] for item in page.get("Contents", ())]
+    return found
+
+
+def objects(server: S3Server, url: str) -> Iterator[tuple[str, bytes]]:
+    """The same, with what is in them."""
     client = server.client()
-    prefix = url.partition("://")[2].partition("?")[0].partition("/")[2] + "/"
-    for page in client.get_paginator("list_objects_v2").paginate(Bucket=server.bucket, Prefix=prefix):
-        for item in page.get("Contents", ()):
-            body: bytes = client.get_object(Bucket=server.bucket, Key=item["Key"])["Body"].read()
-            yield item["Key"][len(prefix) :], body
+    for name in names(server, url):
+        body: bytes = client.get_object(Bucket=server.bucket, Key=_prefix(url) + name)["Body"].read()
+        yield name, body
 
 
 def uploads(server: S3Server, url: str) -> list[str]:
     """Keys of unfinished uploads below ``url``."""
-    prefix = url.partition("://")[2].partition("?")[0].partition("/")[2] + "/"
+    prefix = _prefix(url)
     found = server.client().list_multipart_uploads(Bucket=server.bucket, Prefix=prefix)
     return [one["Key"] for one in found.get("Uploads", ())]
 

@@ -97,7 +97,7 @@ def test_a_rotation_asks_little_and_tombstones_that_wait_cost_nothing(
 
 
 def _removed(server: S3Server, url: str, step: int) -> bool:
-    return not any(name.endswith(".vote") for name, _ in kit.objects(server, f"{url}/checkpoints/{step:09d}"))
+    return not any(name.endswith(".vote") for name in kit.names(server, f"{url}/checkpoints/{step:09d}"))
 
 
 def _rotating(ckpt: everstep.Checkpointer) -> bool:
