@@ -43,8 +43,11 @@ class Place:
         return self.runtime_base / f"{self.run_key}-{run_id[:12]}"
 
     def open(self) -> Backend:
-        """Where the run lies. Nothing is asked yet."""
-        return open_backend(self.url, shared=True, options=self.options)
+        """Where the run lies. Nothing is asked yet. Raises BadOption where no backend knows it."""
+        try:
+            return open_backend(self.url, shared=True, options=self.options)
+        except Permanent as error:
+            raise BadOption(f"{self.url} cannot be opened", found=error.cause, expected=SUPPORTED) from None
 
     def open_tiers(self) -> list[Backend]:
         """The further tiers, nearest first."""

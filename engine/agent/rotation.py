@@ -101,12 +101,17 @@ class Rotator:
         # Also with nothing to remove: it finishes what a crash left, and collects given-up attempts.
         return await patiently(
             lambda: rotate(
-                self._backend, plan, is_superseded=is_superseded, is_gone=is_gone, tombstones=tombstones
+                self._backend,
+                plan,
+                is_superseded=is_superseded,
+                is_gone=is_gone,
+                tombstones=tombstones,
+                known=self._fence.known,
             )
         )
 
     async def _plan(self) -> RetentionPlan:
-        lineage = await self._fence.look()
+        """By the lineage as the fence has just seen it."""
         found = await patiently(lambda: list_steps(self._backend))
         known = {names: self._decided[names] for names in found if names in self._decided}
 
@@ -117,4 +122,4 @@ class Rotator:
         await each([names for names in found if names not in known], read)
         self._decided = known
         checkpoints = [(names.incarnation, names.step) for names in found if known[names] is True]
-        return plan_retention(checkpoints, self.retention, lineage, self._owed())
+        return plan_retention(checkpoints, self.retention, self._fence.lineage, self._owed())

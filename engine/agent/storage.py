@@ -69,7 +69,8 @@ class Fence:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._lineage: Lineage | None = None
+        self.lineage = Lineage([])
+        """As it was at the last look."""
         self.known: dict[int, IncarnationRecord] = {}
         """Records that were read; they never change."""
         self.newest = 0
@@ -85,8 +86,8 @@ class Fence:
             for record in records
         }
         self.newest = max(self.worlds, default=0)
-        self._lineage = Lineage(records)
-        return self._lineage
+        self.lineage = Lineage(records)
+        return self.lineage
 
     async def allows(self, incarnation: int, step: int) -> bool:
         """Whether that checkpoint may still be committed."""
