@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
-from . import opened
+from . import mending, opened
 from .adopted import Adopted
 from .agent.values import AgentSettings
 from .backends.api import Backend
@@ -143,6 +143,7 @@ class Checkpointer:
         step: int | None = None,
         allow: Collection[str] = (),
         config_reason: str | None = None,
+        mend: bool = False,
     ) -> int | None:
         """Restore ``state`` in place from the newest step that exists anywhere (or from ``step``), every byte
         proved, and return that step; None if the run has no checkpoint. All ranks get the same.
@@ -154,7 +155,8 @@ class Checkpointer:
         stays as it is).
 
         ``allow`` loosens the comparison with the checkpoint ("missing", "unexpected", "dtype", "class", "ties",
-        "rng", "ranks", "loader"), ``config_reason`` accepts another configuration; both are recorded. Raises
+        "rng", "ranks", "loader"), ``config_reason`` accepts another configuration; both are recorded. ``mend``: then
+        what a nearer tier lacks of this step, or has damaged, is written again from a farther one. Raises
         StateMismatch, ConfigChanged, Damaged (nothing good is left), CannotTell, NoCheckpoint (for ``step``),
         RankError. After an error the contents of ``state`` are undefined.
         """
@@ -175,6 +177,10 @@ class Checkpointer:
                 self._lookout.begin()
             self.recovery = self._restore(trained, step, config_reason, self._held)
             self._adopted = Adopted(trained, self.recovery) if self.recovery is not None else None
+            if mend and self.recovery is not None and self._farther:
+                key = (self.recovery.incarnation, self.recovery.step)
+                places = [self._backend, *self._farther]
+                mending.mend(ranks, places, key, timeout_s=self._policy.close_timeout_s)
         self._origin = self._origin_of(self.recovery, config_reason)
         if self._memory is not None:  # else only flushes need room, and the first of them makes it
             self._reserve(trained)

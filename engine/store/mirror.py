@@ -121,6 +121,19 @@ async def mirror_rank(
     return await share.copy()
 
 
+async def mend_rank(
+    source: Backend, target: Backend, manifest: Manifest, rank: int, *, run: RunRecord, pool: Executor
+) -> int:
+    """Make ``rank``'s share at ``target`` what it is at ``source``: every byte there is read and proved, and what is
+    damaged or missing is written again; the bytes that were sent. Raises as :func:`mirror_rank`."""
+    stood = await standing(target, manifest)
+    if isinstance(stood, Abort):
+        return 0
+    return await _Share(
+        source, target, manifest, rank, run.chunk_bytes, pool, None, None, mending=True
+    ).copy()
+
+
 async def missing_ranks(target: Backend, manifest: Manifest) -> list[int]:
     """The ranks of which not everything lies at ``target``: the vote, and images that come to the right size."""
     directory = names.attempt_dir(manifest.step, manifest.incarnation, manifest.attempt)
@@ -233,6 +246,8 @@ class _Share:
     pool: Executor
     notes: Callable[[str], Notes] | None
     told: Told | None
+    mending: bool = False
+    """What is there is not believed."""
 
     async def copy(self) -> int:
         place = self.manifest.step, self.manifest.incarnation, self.manifest.attempt, self.rank
@@ -249,6 +264,10 @@ class _Share:
         try:
             await put_new(self.target, name, data)
         except Conflict:
+            if self.mending:
+                with writing(self.target, name, step=self.manifest.step, rank=self.rank):
+                    await self.target.write(name, data)
+                return sent + len(data)
             raise SaveFailed(
                 f"{self.target.url}: another vote of rank {self.rank} is there",
                 found="other bytes",
@@ -288,7 +307,9 @@ class _Share:
         """Copy one image unless it is there. The writer publishes it whole or not at all."""
         name = durable.locate(self.rank, image.name)
         check_record(image, self.chunk_bytes, name)
-        if await _size(self.target, name) == image.nbytes:
+        if await _size(self.target, name) == image.nbytes and (
+            not self.mending or await self._is_good(image, buffers)
+        ):
             return 0
         step = max(PIECE_BYTES // self.chunk_bytes, 1) * self.chunk_bytes
         pending = deque((start, min(start + step, image.nbytes)) for start in range(0, image.nbytes, step))
@@ -320,6 +341,20 @@ class _Share:
                 raise
         reach("mirror.image.done", name)
         return image.nbytes
+
+    async def _is_good(self, image: ImageRecord, buffers: list[mmap.mmap]) -> bool:
+        """Whether every chunk at the target is what the vote says."""
+        durable = DurableSource(self.target, self.manifest, self.chunk_bytes)
+        step = max(PIECE_BYTES // self.chunk_bytes, 1) * self.chunk_bytes
+        buffer = buffers.pop() if buffers else mmap.mmap(-1, step)
+        try:
+            for start in range(0, image.nbytes, step):
+                await self._piece(durable, image, buffer, start, min(start + step, image.nbytes))
+        except Damaged:
+            return False
+        finally:
+            buffers.append(buffer)
+        return True
 
     async def _piece(
         self, durable: DurableSource, image: ImageRecord, buffer: mmap.mmap, start: int, end: int
