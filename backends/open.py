@@ -22,7 +22,9 @@ SUPPORTED = "a path, file:///path, s3://bucket/prefix, or the URL of another fil
 S3_PROTOCOLS = frozenset({"s3", "s3a"})
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
-_SECRET = re.compile(r"key|secret|token|pass|credential|signature|^sas|_sas|connection_string|^auth", re.IGNORECASE)
+_SECRET = re.compile(
+    r"key|secret|token|pass|credential|signature|^sas|_sas|connection_string|^auth", re.IGNORECASE
+)
 _WORDS = {"true": True, "false": False}
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -62,7 +64,9 @@ def open_backend(
         return S3Backend(bucket, prefix, location.options, url=location.url, gate=gate)
     from .fsspecfs import FsspecBackend
 
-    return FsspecBackend(f"{protocol}://{rest}", location.options, url=location.url, threads=threads, gate=gate)
+    return FsspecBackend(
+        f"{protocol}://{rest}", location.options, url=location.url, threads=threads, gate=gate
+    )
 
 
 def _open_local(url: str | os.PathLike[str], *, shared: bool, threads: int, bound: bool) -> Backend:
@@ -89,17 +93,21 @@ def locate_store(given: str | os.PathLike[str], options: Mapping[str, Any] | Non
     environment, for URLs are shown and stored), for an option that is given twice with different values, and
     for what is no URL. Options mean nothing to local files."""
     if is_local(given):
-        return Location(Path(os.path.abspath(local_path(given))).as_uri())
+        return Location(Path(os.path.realpath(local_path(given))).as_uri())
     protocol, rest, query = _parts(str(given))
     named = _named_options(f"{protocol}://{rest}", query)
     merged = dict(options or {})
     for name, value in named.items():
         if merged.setdefault(name, value) != value:
-            raise Permanent(f"{protocol}://{rest}", f"{name} is in the URL and, different, in the storage options")
+            raise Permanent(
+                f"{protocol}://{rest}", f"{name} is in the URL and, different, in the storage options"
+            )
     endpoint = merged.get("endpoint_url") or dict(merged.get("client_kwargs") or {}).get("endpoint_url")
     if endpoint:
         named["endpoint_url"] = _plain_endpoint(f"{protocol}://{rest}", str(endpoint))
-    shown = urlencode(sorted((name, _text(value)) for name, value in named.items()), quote_via=quote, safe=":/")
+    shown = urlencode(
+        sorted((name, _text(value)) for name, value in named.items()), quote_via=quote, safe=":/"
+    )
     return Location(f"{protocol}://{rest}" + (f"?{shown}" if shown else ""), merged)
 
 
@@ -144,7 +152,9 @@ def _plain_endpoint(place: str, endpoint: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
         raise Permanent(place, "an endpoint is a URL: https://host:port")
     if "@" in parts.netloc:
-        raise Permanent(place, "a secret in the endpoint's URL; pass keys in the storage options or the environment")
+        raise Permanent(
+            place, "a secret in the endpoint's URL; pass keys in the storage options or the environment"
+        )
     return f"{parts.scheme}://{parts.netloc.lower()}{parts.path.rstrip('/')}"
 
 

@@ -13,10 +13,8 @@ from typing import Any, Literal
 
 from . import opened
 from .adopted import Adopted
-from .agent.asking import ask_status
-from .agent.client import HeldArena, fetch_arenas
+from .agent.values import AgentSettings
 from .backends.api import Backend
-from .backends.open import open_backend
 from .config import config_hash, plain_config, plain_step
 from .discovery import find_run, open_arenas
 from .errors import BadOption, Closed, EverstepError, NoCheckpoint, NotARun, RunInUse
@@ -29,6 +27,7 @@ from .format.records import (
     encode_incarnation,
     encode_run,
 )
+from .former import agents_address, kept_arenas
 from .guarding import Protection, domain_of, elsewhere, reachable
 from .handles import SaveHandle
 from .loading import Loader, Recovery
@@ -48,7 +47,7 @@ from .session import Session, agent_settings
 from .state.trainstate import TrainState
 from .store.blocking import run_blocking
 from .store.runs import open_run
-from .writers import Lookout, unmark
+from .writers import ENDING_S_MAX, Lookout, ending, unmark
 
 log = logging.getLogger("everstep")
 
@@ -59,8 +58,10 @@ STAGING_SLOTS = 2
 class Checkpointer:
     """Checkpoints of one training run, on every rank of the job.
 
-    ``root`` is a directory that all ranks share. ``memory`` is the tier of snapshots in shared memory, ``policy``
-    says when what is written and kept, ``config`` (hyper-parameters) is hashed and compared at load.
+    ``root`` is a directory that all ranks share, or ``s3://bucket/prefix``. ``storage_options`` are those of its
+    storage, as fsspec knows them; they may be secret, and are kept in memory alone. ``memory`` is the tier of
+    snapshots in shared memory, ``policy`` says when what is written and kept, ``config`` (hyper-parameters) is hashed
+    and compared at load.
     ``agent="inline"`` runs the background work on a thread of each rank instead of a process per node.
     ``fresh="why"`` starts again in a run that has checkpoints; ``take_over=True`` supersedes a living writer.
     ``mesh`` names the axes of the ranks and their sizes (default: ``{"data": world}``). ``node`` overrides the
@@ -88,6 +89,7 @@ class Checkpointer:
         take_over: bool = False,
         mesh: Mapping[str, int] | None = None,
         node: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if agent not in ("process", "inline"):
             raise BadOption("agent= is unknown", found=repr(agent), expected="'process' or 'inline'")
@@ -95,8 +97,8 @@ class Checkpointer:
             raise BadOption("fresh= must say why", found=repr(fresh), expected="a text")
         _check_kind("policy", policy, Policy)
         _check_kind("memory", memory, Memory)
-        self._place = locate(root, node=node)
-        self._backend: Backend = open_backend(self._place.url, shared=True)
+        self._place = locate(root, node=node, options=storage_options)
+        self._backend: Backend = self._place.open_root()
         self._memory = memory
         self._room = (
             Room(memory.directory, memory.slots, required=memory.path is not None)
@@ -311,6 +313,7 @@ class Checkpointer:
             stack.callback(self._rollbacks.close, lambda record_id: unmark(self._place, record_id))
             if self._session is not None:
                 stack.callback(unmark, self._place, self._session.record_id)
+                ending(self._place, self._session.record_id, within_s=self._policy.close_timeout_s)
                 self._session.close(flush=flush, keep=keep)
 
     def status(self) -> dict[str, Any]:
@@ -363,24 +366,18 @@ class Checkpointer:
             loosened=recovery.loosened,
         )
 
-    def _kept_by_agent(self) -> list[Arena]:
-        """Arenas without a path that a former process of this node left with the agent."""
-        with contextlib.suppress(EverstepError):
-            run = find_run(self._backend)  # what is wrong with it, the loader says, to all ranks
-            if run is None or self._agent != "process" or not self._place.agent_dir(run.run_id).is_dir():
-                return []
-            settings = agent_settings(self._place, self._policy, run.run_id, run.chunk_bytes)
-            return self._attached(fetch_arenas(settings))
-        return []
+    def _former_agent(self) -> AgentSettings | None:
+        """How the agent of this node is reached that a former process may have left; None where there can be none."""
+        run = find_run(self._backend)
+        if run is None or self._agent != "process":
+            return None
+        return agent_settings(self._place, self._policy, run.run_id, run.chunk_bytes)
 
-    @staticmethod
-    def _attached(held: list[HeldArena]) -> list[Arena]:
-        arenas = []
-        for one in held:
-            if one.fd is not None:
-                arenas.append(Arena.attach_fd(one.fd))
-                os.close(one.fd)
-        return arenas
+    def _kept_by_agent(self) -> list[Arena]:
+        with contextlib.suppress(EverstepError):  # what is wrong with the run, the loader says, to all ranks
+            settings = self._former_agent()
+            return kept_arenas(settings) if settings is not None else []
+        return []
 
     def _reserve(self, state: TrainState) -> None:
         """Room for the slots, before the first step: too little is told here, by all ranks."""
@@ -450,14 +447,9 @@ class Checkpointer:
             self._holders = self._protection.holders()
 
     def _agents_address(self) -> str | None:
-        """Where the agent that this node has already, a spare node's perhaps, listens to others."""
         with contextlib.suppress(EverstepError):
-            run = find_run(self._backend)
-            if run is not None and self._agent == "process":
-                said = (
-                    ask_status(agent_settings(self._place, self._policy, run.run_id, run.chunk_bytes)) or {}
-                )
-                return (said.get("guard") or {}).get("address")
+            settings = self._former_agent()
+            return agents_address(settings) if settings is not None else None
         return None
 
     def _spares(self, ranks: Ranks, given: Sequence[str]) -> tuple[str, ...]:
@@ -512,6 +504,7 @@ class Checkpointer:
                 config_hash=config_hash(self._config),
                 take_over=self._take_over,
                 lookout=self._lookout,
+                patience_s=min(ENDING_S_MAX, self._policy.rank_timeout_s / 2),
             )
             return [encode_run(run), encode_incarnation(record)]
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from .backends.api import Backend
-from .backends.open import open_backend
 from .config import config_hash, plain_config, plain_metrics, plain_step
 from .discovery import Proposals, find_run, open_arenas
 from .errors import (
@@ -44,6 +43,7 @@ from .state.tree import FlatState
 from .store.blocking import run_blocking
 from .store.commit import abort_attempt, try_commit
 from .store.flush import FlushJob, flush_rank
+from .store.runs import open_run
 from .writers import unmark
 
 RANK_TIMEOUT_S = 60.0
@@ -59,6 +59,7 @@ def load(
     rank: int | None = None,
     into: TrainState | Mapping[str, Any] | None = None,
     allow: Collection[str] = (),
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Any:
     """The state at ``step`` (default: the newest) as plain nested values on the CPU: {part: value}, or the value
     itself where a bare one was saved. Reads only; the run may be live, and have been written by any number of ranks.
@@ -67,27 +68,28 @@ def load(
     each rank's own comes from ``rank`` (default: 0). ``parts`` selects parts; ``keys`` glob patterns over "part/key"
     (``"model/layers.0.*"``; ``*`` crosses slashes): dicts keep what matches, lists stay whole.
 
+    ``storage_options`` are those of the root's storage, as for the Checkpointer.
+
     With ``into`` live objects are filled in place instead, and the result is None: as a job of one rank, or with
     ``rank`` as that rank of the job that saved; ``allow`` as for :meth:`Checkpointer.load`.
     Raises NotARun, NoCheckpoint, Damaged, CannotTell, StateMismatch.
     """
     if into is not None and keys is not None:
         raise BadOption("keys= selects values", found="into= too", hint="Use parts= and allow= with into=.")
-    place = locate(root)
+    place = locate(root, options=storage_options)
     if into is None:
         read = as_values(rank or 0, parts, keys)
     else:
         read = into_state(TrainState.of(into), allow, parts=parts, rank=rank)
-    with _storage(place) as backend, open_arenas(_arenas_of(place)) as arenas:
+    with _closing(place.open()) as backend, open_arenas(_arenas_of(place)) as arenas:
         found = Loader(backend, Ranks.alone(), arenas, timeout_s=RANK_TIMEOUT_S).load(read, step=step)
         if found is None:
-            raise _nothing_there(root, backend)
+            raise _nothing_there(place, backend)
     return found[1].values
 
 
 @contextlib.contextmanager
-def _storage(place: Place) -> Iterator[Backend]:
-    backend = open_backend(place.url, shared=True)
+def _closing(backend: Backend) -> Iterator[Backend]:
     try:
         yield backend
     finally:
@@ -106,6 +108,7 @@ def save(
     *,
     config: Any = None,
     metrics: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> None:
     """Write ``state`` as the checkpoint of ``step`` and return when it is durable. One process, no memory tier, no
     agent; each call is an incarnation of its own, after the newest checkpoint.
@@ -113,7 +116,7 @@ def save(
     Raises StepOrder unless ``step`` is newer than all that the run has, RunInUse while a trainer writes to it,
     UnsupportedValue, StorageFull, SaveFailed.
     """
-    place, step = locate(root), plain_step(step)
+    place, step = locate(root, options=storage_options), plain_step(step)
     trained, plain = TrainState.of(state), plain_config(config)
     facts = plain_metrics(metrics)
     if is_open_here(place.url):
@@ -125,7 +128,7 @@ def save(
     flat = trained.flatten()
     _refuse_regions(flat)
     plan = LayoutPlanner(0, 1).plan(flat)
-    with _storage(place) as backend:
+    with _closing(place.open_root()) as backend:
         run, record = begin_incarnation(
             backend,
             place,
@@ -217,13 +220,9 @@ def _after_newest(backend: Backend, step: int) -> Origin:
     return Origin(looked=True, incarnation=newest.incarnation, step=newest.step)
 
 
-def _nothing_there(root: str | os.PathLike[str], backend: Backend) -> EverstepError:
-    if find_run(backend) is None:
-        return NotARun(
-            f"{os.fspath(root)} is no run",
-            found="no run.json" if os.path.isdir(root) else "no such directory",
-            expected="the directory of a run",
-        )
-    return NoCheckpoint(
-        f"the run at {os.fspath(root)} has no checkpoint yet", hint="`everstep fsck` says more."
-    )
+def _nothing_there(place: Place, backend: Backend) -> EverstepError:
+    try:
+        run_blocking(open_run(backend))
+    except NotARun as error:
+        return error
+    return NoCheckpoint(f"the run at {place.url} has no checkpoint yet", hint="`everstep fsck` says more.")

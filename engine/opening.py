@@ -16,7 +16,7 @@ from .places import Place
 from .store.blocking import run_blocking
 from .store.catalog import list_steps
 from .store.runs import add_incarnation, create_run, now, read_incarnations, require_records
-from .writers import Lookout, is_writing, mark, unmark
+from .writers import ENDING_S_MAX, Lookout, await_end, ending_s, is_writing, mark, unmark
 
 NOTHING_TO_LOAD = "there was no checkpoint to load"
 
@@ -62,9 +62,11 @@ def begin_incarnation(
     config_hash: str | None,
     take_over: bool,
     lookout: Lookout | None = None,
+    patience_s: float = ENDING_S_MAX,
 ) -> tuple[RunRecord, IncarnationRecord]:
     """Create the run if absent and add the next incarnation, which is marked as being written until ``unmark``.
-    Called by one rank. ``lookout`` has begun to look for a writer on another host already.
+    Called by one rank. ``lookout`` has begun to look for a writer on another host already; a writer on this node that
+    only ends is waited for, at most ``patience_s``.
 
     Raises NotLoaded, RunInUse and Damaged; nothing is written then.
     """
@@ -72,6 +74,8 @@ def begin_incarnation(
     if records:
         _refuse_unloaded(backend, origin)
         if not take_over:
+            if await_end(place, records[-1], patience_s):
+                records = _existing(backend)  # meanwhile another may have come
             _refuse_second(place, records[-1], lookout or Lookout(backend))
     run = run_blocking(create_run(backend, chunk_bytes=CHUNK_BYTES))
 
@@ -107,7 +111,17 @@ def begin_incarnation(
 
 def _refuse_second(place: Place, newest: IncarnationRecord, lookout: Lookout) -> None:
     host, pid, age = newest.writer.host, newest.writer.pid, ""
-    if not is_writing(place, newest):
+    hint = "Stop it first, or pass take_over=True: the other one then gets Superseded."
+    if is_writing(place, newest):
+        left_s = ending_s(place, newest)
+        if left_s is not None:
+            age = (
+                f"; it is ending: it waits up to {left_s:.0f} s more for its last snapshot to become durable"
+            )
+            hint = (
+                "Start again when it has ended, or pass take_over=True: what it waits for is then given up."
+            )
+    else:
         seen = lookout.sees(newest)
         if seen is None:
             return
@@ -117,7 +131,7 @@ def _refuse_second(place: Place, newest: IncarnationRecord, lookout: Lookout) ->
         "another process writes to this run",
         found=f"process {pid} on {host}, incarnation {newest.number}{age}",
         expected="no living writer",
-        hint="Stop it first, or pass take_over=True: the other one then gets Superseded.",
+        hint=hint,
         pid=pid,
         host=host,
         incarnation=newest.number,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import quote
+from typing import Any
 
+from .backends.api import Backend
 from .backends.errors import Permanent
-from .backends.open import SUPPORTED, local_path
+from .backends.open import SUPPORTED, is_local, local_path, locate_store, open_backend
 from .errors import BadOption
 from .format.hashing import hexdigest
 
@@ -20,33 +22,96 @@ RUNTIME_BASE = Path("/var/tmp")
 @dataclass(frozen=True, slots=True)
 class Place:
     """One run as seen from one node. ``url`` is canonical: two names of one directory are one run, a copied
-    run is another. ``run_key`` names arenas and the agent of this run on this node."""
+    run is another. ``run_key`` names arenas and the agent of this run on this node. ``options`` are the storage's, and
+    may be secret."""
 
     url: str
     node: str
     run_key: str
     runtime_base: Path
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def agent_dir(self, run_id: str) -> Path:
         """Private directory of the run's agent on this node: lock, socket, journal, log."""
         return self.runtime_base / f"{self.run_key}-{run_id[:12]}"
 
+    def open(self) -> Backend:
+        """Where the run lies. Nothing is asked yet. Raises BadOption where no backend knows it."""
+        try:
+            return open_backend(self.url, shared=True, options=self.options)
+        except Permanent as error:
+            raise BadOption(f"{self.url} cannot be opened", found=error.cause, expected=SUPPORTED) from None
 
-def locate(root: str | os.PathLike[str], *, node: str | None = None) -> Place:
-    """The place of ``root``: a path, or a ``file://`` URL. ``node`` overrides the node's name (several simulated
-    nodes on one machine); the environment's EVERSTEP_NODE does so too."""
+    def open_root(self) -> Backend:
+        """As :meth:`open`, to write there. Raises BadOption where the storage cannot hold a run by itself."""
+        backend = self.open()
+        if not backend.capabilities.atomic_create:
+            raise BadOption(
+                f"{self.url} cannot be the root of a run",
+                found="storage that has no atomic create-if-absent",
+                expected="a directory that all nodes share, or an s3:// URL",
+                hint="It can be a further tier of a run, and a run that was copied there can be read.",
+            )
+        return backend
+
+
+def locate(
+    root: str | os.PathLike[str], *, node: str | None = None, options: Mapping[str, Any] | None = None
+) -> Place:
+    """The place of ``root``: a path, or a URL (``options`` are for its storage). ``node`` overrides the node's name
+    (several simulated nodes on one machine); the environment's EVERSTEP_NODE does so too."""
     if (
         not isinstance(root, (str, os.PathLike))
         or not isinstance(os.fspath(root), str)
         or not os.fspath(root).strip()
     ):
         raise BadOption("the root of a run must be a path or a URL", found=repr(root), expected=SUPPORTED)
+    plain = _checked(options)
     try:
-        path = os.path.realpath(local_path(os.fspath(root)))
+        # Of a directory its real path: two ways there are one run.
+        found = locate_store(os.path.realpath(local_path(root)) if is_local(root) else root, plain)
     except Permanent as error:
         raise BadOption("the root of a run cannot be used", found=error.cause, expected=SUPPORTED) from None
-    url = "file://" + quote(os.fsencode(path))  # a path need be no UTF-8
     name = node or os.environ.get("EVERSTEP_NODE") or socket.gethostname()
-    key = hexdigest(f"{url}\0{name}".encode())[:16]
+    key = hexdigest(f"{found.url}\0{name}".encode())[:16]
     base = Path(os.environ.get("EVERSTEP_RUNTIME_DIR") or RUNTIME_BASE).absolute()
-    return Place(url=url, node=name, run_key=key, runtime_base=base / f"everstep-{os.getuid()}")
+    return Place(found.url, name, key, base / f"everstep-{os.getuid()}", found.options)
+
+
+def _checked(options: object) -> dict[str, Any]:
+    """``options`` as plain values, for they go to the agent's process. What they are is not told: they may be
+    secret."""
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping):
+        raise BadOption(
+            "storage_options= is no mapping", found=type(options).__name__, expected='{"endpoint_url": ...}'
+        )
+    plain: dict[str, Any] = {}
+    for key, value in options.items():
+        try:
+            plain[_name(key)] = _plain(value)
+        except TypeError as error:
+            raise BadOption(
+                "storage_options= holds what cannot be passed to another process",
+                found=f"{key}: {error}",
+                expected="texts, numbers, booleans, None, and lists and dicts of these",
+            ) from None
+    return plain
+
+
+def _plain(value: object) -> Any:
+    """``value`` with lists for tuples; TypeError names the type that is not plain."""
+    if isinstance(value, Mapping):
+        return {_name(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(type(value).__name__)
+
+
+def _name(key: object) -> str:
+    if isinstance(key, str):
+        return key
+    raise TypeError(f"a key of type {type(key).__name__}")

@@ -41,7 +41,8 @@ class Memory:
     ``spares`` are addresses ("host:port") of nodes without ranks on which ``everstep spare`` runs; they keep replicas
     first. ``domain`` names what this node shares the fate of (its rack or switch; default: EVERSTEP_DOMAIN): copies lie
     in other domains where there are any. ``replica_rate_bytes_per_s`` limits what a node sends,
-    ``replica_timeout_s`` how long training waits for a peer before it goes on without that protection, with a warning.
+    ``replica_timeout_s`` how long training waits for a peer, or for an answer of its own node's agent, before it goes
+    on without that protection, with a warning (at most half of ``Policy(slot_timeout_s=)``).
 
     ``device_slots=1`` takes each snapshot into memory reserved beside the tensors (on their device), at the speed of
     that memory, and moves it into shared memory while training goes on; ``rollback`` restores it from there. A
@@ -132,10 +133,11 @@ class Policy:
     What differed once is looked at again at each flush. Second copies (``Memory(replicas=)``) are compared with what is
     stored at every flush in any case, by the agents.
 
-    ``rate_bytes_per_s`` limits what the agent writes. ``commit_timeout_s`` bounds the wait for the other ranks'
-    votes, ``slot_timeout_s`` the wait of the training loop for a free slot, ``rank_timeout_s`` any wait for
-    another rank, ``close_timeout_s`` the drain at the end. Every rank gives a sign of life each ``heartbeat_s``; one
-    that gave none for ``heartbeat_timeout_s`` (default: four times that) is suspected.
+    ``rate_bytes_per_s`` limits what the agent writes. ``commit_timeout_s`` bounds the wait for the other ranks' votes,
+    which ends sooner once a rank is known to have ended without one, ``slot_timeout_s`` the wait of the training loop
+    for a free slot, ``rank_timeout_s`` any wait for another rank, ``close_timeout_s`` the drain at the end. Every rank
+    gives a sign of life each ``heartbeat_s``; one that gave none for ``heartbeat_timeout_s`` (default: four times that)
+    is suspected.
     """
 
     snapshot_every: int | str | None = 1

@@ -12,11 +12,11 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from .agent.client import AgentClient, Progress
-from .agent.values import AgentSettings, Hello
+from .agent.values import AgentSettings, Hello, storage_environment
 from .auditing import Auditor
 from .config import plain_metrics
 from .decisions import Decisions
-from .errors import AgentError, EverstepError, ReplicasDiffer, StepOrder
+from .errors import AgentError, EverstepError, RankError, ReplicasDiffer, SaveFailed, StepOrder, StorageFull
 from .format.records import IncarnationRecord, RunRecord
 from .guarding import Protection, begin_protection
 from .handles import SaveHandle
@@ -41,6 +41,8 @@ log = logging.getLogger("everstep")
 
 CONNECT_TIMEOUT_S = 60.0
 GOODBYE_TIMEOUT_S = 30.0
+
+KEPT = "What lies in memory stays there: a restart resumes from the newest step that all ranks have."
 
 
 class Session:
@@ -218,6 +220,10 @@ class Session:
                 safe = True
             else:
                 self._settle()
+        except (SaveFailed, StorageFull, RankError, AgentError) as error:
+            if self._memory and self._tier.is_shared:
+                error.hint = f"{error.hint.rstrip('.')}. {KEPT}" if error.hint else KEPT
+            raise
         finally:
             self._ended = True
             with contextlib.ExitStack() as stack:
@@ -230,14 +236,15 @@ class Session:
 
     def _make_durable(self) -> None:
         """The newest snapshot, and what is on its way. Raises what went wrong, a failure of the newest first."""
+        until = time.monotonic() + self._policy.close_timeout_s
         self._settle()
         newest = self._snapshots.newest
         if newest is not None:
             self._flush(newest.step)
         for step in self.outcomes.unfinished():
-            self.outcomes.wait(step, self._policy.close_timeout_s, self._look)
+            self.outcomes.wait(step, until - time.monotonic(), self._look)
         if newest is not None:
-            self.wait_durable(newest.step, None)
+            self.wait_durable(newest.step, until - time.monotonic())
         self.outcomes.tell()
 
     def _goodbye(self, flush: bool, safe: bool) -> None:
@@ -332,7 +339,7 @@ class Session:
                 meta,
                 late=late,
                 timeout_s=self._policy.slot_timeout_s,
-                waiting=self._hear_quietly,
+                waiting=self._await_protection,
             )
         except BaseException as error:
             # The other ranks ask for a flush of this step: let them hear at once why it cannot be.
@@ -379,11 +386,18 @@ class Session:
             self._told = newest.step
             self._client.taken(newest.step, slot=newest.slot, generation=newest.generation)
 
+    def _await_protection(self) -> None:
+        """While training waits for the agent, and for nothing else: it is asked at once, and has the whole bound and no
+        more."""
+        if self._wait_s is not None:
+            self._client.ask()
+        self._hear_quietly()
+
     def _mind_agent(self) -> None:
-        """Where no agent is to be had for too long, training goes on unprotected; until there is one again."""
+        """Where no agent answers for too long, training goes on unprotected; until one does again."""
         if self._wait_s is None:
             return
-        if self._client.is_up:
+        if self._client.answers:
             self._agent_missed = None
             self._tier.guarded = True
             return
@@ -393,8 +407,8 @@ class Session:
         if self._tier.guarded and now - self._agent_missed >= self._wait_s:
             self._tier.guarded = False
             warnings.warn(
-                f"everstep: no agent for {self._wait_s:g} s: training goes on, but snapshots are not protected against "
-                "the loss of this node",
+                f"everstep: no answer of an agent for {self._wait_s:g} s: training goes on, but snapshots are not "
+                "protected against the loss of this node",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -479,6 +493,8 @@ def agent_settings(place: Place, policy: Policy, run_id: str, chunk_bytes: int) 
         heartbeat_timeout_s=policy.heartbeat_timeout_s or 4 * policy.heartbeat_s,
         commit_timeout_s=policy.commit_timeout_s,
         chunk_bytes=chunk_bytes,
+        options=place.options,
+        environment=storage_environment(place.url),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from .memory.sizes import (
 from .peers.keeper import with_records
 from .peers.nodemap import IMAGES_PER_RANK, STATE_BYTES
 from .peers.shelf import SLOTS as HELD_SLOTS
-from .places import locate
+from .places import Place, locate
 from .plan.room import Job, Limit, Loss, Room, Verdict, advice, compare, plan, survival
 from .policy import Memory
 
@@ -114,6 +115,7 @@ def plan_memory(
     optimizer: str = "adam",
     replicated: bool = False,
     growth: float = 1.0,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> MemoryPlan:
     """What a job's memory tier will take on each node, whether that fits here, and what it survives.
 
@@ -131,8 +133,9 @@ def plan_memory(
             found=f"{len(given)}",
             expected="run, state_bytes or parameters",
         )
-    if run is not None:
-        state = _of_run(os.fspath(run), memory)
+    place = locate(run, options=storage_options) if run is not None else None
+    if place is not None:
+        state = _of_run(place, memory)
     elif state_bytes is not None:
         state = _State("bytes per rank, as given", _positive("state_bytes", state_bytes), state_bytes)
     else:
@@ -146,7 +149,7 @@ def plan_memory(
         return arena_bytes(slots, slot_bytes, state.chunk_bytes)
 
     room = plan(job, arena)
-    verdicts = compare(room, _limits(memory.directory, None if run is None else os.fspath(run)))
+    verdicts = compare(room, _limits(memory.directory, place))
     return MemoryPlan(job, room, verdicts, advice(job, arena, verdicts), survival(job), state.source)
 
 
@@ -206,15 +209,15 @@ def _of_parameters(
 # -- a run
 
 
-def _of_run(run: str, memory: Memory) -> _State:
+def _of_run(place: Place, memory: Memory) -> _State:
     """Its slots on this node, if there are any; else its newest checkpoint."""
-    found = _of_checkpoint(run)
-    arenas = _arenas(run, memory.directory)
+    found = _of_checkpoint(place)
+    arenas = _arenas(place, memory.directory)
     if not arenas:
         if found is None:
             raise NoCheckpoint(
                 "the run has no checkpoint yet, and no slots on this node",
-                found=run,
+                found=place.url,
                 hint="Say how large the state is: state_bytes= or parameters=",
             )
         return found
@@ -233,17 +236,16 @@ def _of_run(run: str, memory: Memory) -> _State:
     )
 
 
-def _arenas(run: str, base: Path) -> list[Any]:
+def _arenas(place: Place, base: Path) -> list[Any]:
     """The run's arenas here of the newest incarnation; looking makes no directory."""
-    directory = base / f"everstep-{os.geteuid()}" / locate(run).run_key
+    directory = base / f"everstep-{os.geteuid()}" / place.run_key
     own = find_arenas(directory, Kind.OWN)
     newest = max((info.incarnation for info in own), default=0)
     return [info for info in own if info.incarnation == newest]
 
 
-def _of_checkpoint(run: str) -> _State | None:
+def _of_checkpoint(place: Place) -> _State | None:
     """The fullest rank of the run's newest checkpoint. None where there is no checkpoint."""
-    from .backends.open import open_backend
     from .format.manifest import Manifest
     from .plan.lineage import Lineage
     from .store.blocking import run_blocking
@@ -251,7 +253,7 @@ def _of_checkpoint(run: str) -> _State | None:
     from .store.runs import open_run, read_incarnations
 
     async def read() -> _State | None:
-        backend = open_backend(locate(run).url)
+        backend = place.open()
         try:
             record = await open_run(backend)
             lineage = Lineage(await read_incarnations(backend))
@@ -279,11 +281,11 @@ def _of_checkpoint(run: str) -> _State | None:
     return run_blocking(read())
 
 
-def _limits(base: Path, run: str | None) -> list[Limit]:
+def _limits(base: Path, place: Place | None) -> list[Limit]:
     """What bounds memory on this node. What the run's arenas take already is not taken again."""
     held = 0
-    if run is not None:
-        directory = base / f"everstep-{os.geteuid()}" / locate(run).run_key
+    if place is not None:
+        directory = base / f"everstep-{os.geteuid()}" / place.run_key
         held = sum(info.nbytes for info in find_arenas(directory))
     found = []
     with contextlib.suppress(FileNotFoundError):

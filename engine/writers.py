@@ -3,7 +3,8 @@
 An incarnation's record names the writing process. That this process lives does not mean that it still writes, nor
 that it writes *here*: it may have closed the run, or the run may have been copied. So a writer leaves a mark beside
 the agents' directories for as long as it writes; the mark names the canonical root and the incarnation's random id.
-A mark without its process, or a process without its mark, is no living writer.
+A mark without its process, or a process without its mark, is no living writer. Once the writer only waits for what it
+wrote last, the mark says so, and until when.
 
 Of a writer on another host its node's agent tells, in the beacon that it leaves on the shared tier: it lives if that
 very process is named there as living, by a beacon that is made anew while we look. Clocks are not compared.
@@ -14,10 +15,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import socket
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from .backends.api import Backend
 from .errors import EverstepError
@@ -34,6 +39,10 @@ from .store.runs import read_incarnations
 log = logging.getLogger("everstep")
 
 KEY_CHARS = 16
+
+ENDING_S_MAX = 60.0
+"""How long a restart waits for a former writer on its node that only ends."""
+ENDING_PAUSE_S = 0.1
 
 LOOK_INTERVALS = 2.5
 """Of a beacon, within which one that goes on is seen to."""
@@ -62,15 +71,94 @@ def mark(place: Place, record_id: str) -> None:
         for other in path.parent.glob(f"{_key(place)}-*"):
             with contextlib.suppress(FileNotFoundError):
                 other.unlink()
-        os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        _put(path, _Mark(*_me()))
     except OSError as error:
         log.warning("everstep: other processes will not see that this one writes to %s: %s", place.url, error)
 
 
+def ending(place: Place, record_id: str, *, within_s: float) -> None:
+    """Say that this process only waits for what it wrote last, at most so long. Another's mark stays as it is: the
+    ranks of a node have one."""
+    path = _path(place, record_id)
+    found = _read(path)
+    if found is not None and (found.pid, found.start_time) == _me():
+        with contextlib.suppress(OSError):
+            _put(path, _Mark(*_me(), time.monotonic() + within_s))
+
+
+def ending_s(place: Place, record: IncarnationRecord) -> float | None:
+    """How long ``record``'s writer, which is alive, waits for its end at most; None if it does not end."""
+    found = _read(_path(place, record.id))
+    if found is None or found.ends_at is None:
+        return None
+    return max(0.0, found.ends_at - time.monotonic())  # the clock of all processes of a boot
+
+
+def await_end(place: Place, record: IncarnationRecord, patience_s: float) -> bool:
+    """Wait for ``record``'s writer if it is on this node and only ends, at most ``patience_s``, and say so. Whether
+    there was one."""
+    left_s = ending_s(place, record)
+    if left_s is None or not is_writing(place, record):
+        return False
+    patience_s = min(patience_s, left_s)
+    warnings.warn(
+        f"everstep: process {record.writer.pid}, which wrote this run, is ending: waiting up to {patience_s:.0f} s for "
+        "its last snapshot to become durable",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    until = time.monotonic() + patience_s
+    while is_writing(place, record) and time.monotonic() < until:
+        time.sleep(ENDING_PAUSE_S)
+    return True
+
+
 def unmark(place: Place, record_id: str) -> None:
-    """This process writes no more."""
+    """This process writes no more. The mark of another that does stays: the ranks of a node have one."""
+    path = _path(place, record_id)
+    found = _read(path)
+    if found is not None and (found.pid, found.start_time) != _me():
+        other = Process(found.pid, found.start_time, Process.current().boot)
+        if other.alive():
+            return
     with contextlib.suppress(OSError):
-        _path(place, record_id).unlink()
+        path.unlink()
+
+
+class _Mark(msgspec.Struct):
+    """Who writes, and, once it ends, by when it has done so: on the monotonic clock, which all processes of a boot
+    share."""
+
+    pid: int
+    start_time: int
+    ends_at: float | None = None
+
+
+def _me() -> tuple[int, int]:
+    me = Process.current()
+    return me.pid, me.start_time
+
+
+def _put(path: Path, what: _Mark) -> None:
+    """Replaced as a whole; who reads sees one or the other."""
+    temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
+    fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(msgspec.json.encode(what))
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def _read(path: Path) -> _Mark | None:
+    """The mark; None if there is none, or none that can be read."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Mark)
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 def _path(place: Place, record_id: str) -> Path:

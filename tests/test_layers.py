@@ -75,7 +75,7 @@ def test_the_parser_sees_the_imports() -> None:
     assert not relative.lazy and not relative.typing
     assert found["everstep.cli.fsck", "everstep.store.fsck"].lazy
     assert found["everstep.state.decode_user", "everstep.state.codec"].typing
-    assert ("everstep.checkpointer", "everstep.agent.client") in found
+    assert ("everstep.former", "everstep.agent.client") in found
     assert layer_of("everstep") == layer_of("everstep.session") == "facade"
     assert layer_of("everstep.backends.door") == "backends"
 

@@ -87,7 +87,7 @@ class Beacons:
 
     async def _say(self) -> None:
         beacon, run = self.now(), self._service.run_record
-        if beacon is None or run is None or (self._quiet and not beacon.living):
+        if beacon is None or run is None or (self._quiet and not beacon.living and not beacon.queue):
             return
         guarded = SameRun(self._service.backend, run, lambda: None)
         name = self._name_of(beacon)

@@ -262,9 +262,14 @@ class AgentClient:
         self._link.send(Taken(step, slot, generation))
 
     @property
-    def is_up(self) -> bool:
-        """Whether an agent serves this trainer, as far as it is known."""
-        return self._link.state is State.UP
+    def answers(self) -> bool:
+        """Whether an agent serves this trainer and owes it no answer, as far as it is known."""
+        return self._link.answers
+
+    def ask(self) -> None:
+        """Have the agent give a sign of life. Does not wait: :meth:`poll` and :attr:`answers` tell."""
+        self._check_process()
+        self._link.ask()
 
     @property
     def given_up(self) -> bool:

@@ -6,6 +6,7 @@ next write would make the directory again, and its files would bear names of the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
 from everstep.backends.api import Backend, Notes, Writer
@@ -16,6 +17,9 @@ from everstep.format import names
 from everstep.format.records import RunRecord, decode_run
 
 RUN_BYTES_MAX = 1 << 20
+LOOK_S = 2.0
+"""What decides anything is created if absent, and always looked before; for the rest, so long a moment between look and
+change is as good as the one that a request takes."""
 
 
 class SameRun(Wrapper):
@@ -27,8 +31,12 @@ class SameRun(Wrapper):
         super().__init__(inner)
         self._run = run
         self._gone = gone
+        self._trusted_until = -1.0
 
-    async def check(self, name: str) -> None:
+    async def check(self, name: str, *, now: bool = False) -> None:
+        """Look, unless that was done within ``LOOK_S`` on a store where each look is a request; ``now`` always."""
+        if not now and time.monotonic() < self._trusted_until:
+            return
         try:
             found = decode_run(await self.inner.read(names.RUN, RUN_BYTES_MAX), names.RUN).run_id
         except NotFound:
@@ -40,6 +48,8 @@ class SameRun(Wrapper):
                 found=found,
                 expected=self._run.run_id,
             )
+        if self.capabilities.flat:
+            self._trusted_until = time.monotonic() + LOOK_S
 
     async def open_writer(self, name: str, nbytes: int, notes: Notes | None = None) -> Writer:
         await self.check(name)
@@ -50,12 +60,14 @@ class SameRun(Wrapper):
         await self.inner.write(name, data)
 
     async def create(self, name: str, data: bytes) -> None:
-        await self.check(name)
+        await self.check(name, now=True)
         await self.inner.create(name, data)
 
     async def delete(self, names: Iterable[str]) -> None:
-        await self.check("an old object")
-        await self.inner.delete(names)
+        old = list(names)
+        if old:
+            await self.check("an old object")
+            await self.inner.delete(old)
 
 
 class _Guarded(WriterWrapper):

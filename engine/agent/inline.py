@@ -9,9 +9,9 @@ import socket
 import threading
 
 from .journal import NoJournal
+from .root import OpenBackend, open_root
 from .server import Server
-from .service import OpenBackend, Service
-from .storage import open_root
+from .service import Service
 from .values import AgentSettings
 
 JOIN_S = 5.0

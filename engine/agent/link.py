@@ -25,6 +25,8 @@ from .values import AgentSettings, Hello
 
 PING_S = 2.0
 """Silence after which the agent is asked for a sign of life."""
+ASK_S = 0.25
+"""Between questions of someone who waits for the agent."""
 SILENCE_S_MAX = 10.0
 """Silence after which it counts as lost; it may still wake up."""
 STOPPED_S_MAX = 60.0
@@ -120,6 +122,16 @@ class Link:
         if self._frames is not None and self.state in (State.UP, State.SILENT):
             self._frames.queue(protocol.encode(message))
             self._frames.push()
+
+    @property
+    def answers(self) -> bool:
+        """Whether there is an agent, and it owes no answer, as far as it is known."""
+        return self.state is State.UP and self._asked is None
+
+    def ask(self) -> None:
+        """Have the agent give a sign of life, for whoever waits for it: silence is noticed sooner then."""
+        if self.state is State.UP and self._asked is None and time.monotonic() - self._heard > ASK_S:
+            self._ping()
 
     def register_anew(self, hello: Hello) -> None:
         """Register again as ``hello`` (its arena was replaced), now or when the agent is there again."""
@@ -341,9 +353,7 @@ class Link:
         assert self._frames is not None
         if self._asked is None:
             if now - self._heard > PING_S:
-                self._asked = now
-                self._frames.queue(protocol.encode(Ping(0)))
-                self._frames.push()
+                self._ping()
             return
         silent = now - self._asked
         if self.state is State.REGISTERING and silent > SILENCE_S_MAX:
@@ -353,6 +363,12 @@ class Link:
             self._lost(f"it has not answered for {silent:.0f} s")
         elif self.state is State.SILENT and silent > STOPPED_S_MAX:
             self._kill_agent()
+
+    def _ping(self) -> None:
+        assert self._frames is not None
+        self._asked = time.monotonic()
+        self._frames.queue(protocol.encode(Ping(0)))
+        self._frames.push()
 
     def _rest(self) -> None:
         """DOWN is not for ever: after a rest an agent is sought again, and started if the window allows

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import socket
 
-    from everstep.backends.api import Backend
-
     from .journal import LmdbJournal
+    from .root import OpenBackend
     from .values import AgentSettings
 
 NICE = 10
@@ -72,7 +71,7 @@ def run(
     settings: AgentSettings,
     *,
     ready: int = -1,
-    open_backend: Callable[[str], Backend] | None = None,
+    open_backend: OpenBackend | None = None,
     stand_by: StandBy | None = None,
 ) -> int:
     """Be the agent of ``settings.runtime_dir``, unless another process is (AgentError with ``stand_by``, as trainers of
@@ -84,8 +83,8 @@ def run(
 
     from . import places
     from .journal import LmdbJournal
+    from .root import open_root
     from .spawn import READY, TAKEN
-    from .storage import open_root
 
     form = f"%(asctime)s agent {os.getpid()} %(levelname)s %(message)s"
     logging.basicConfig(format=form, level=logging.INFO)
@@ -119,7 +118,7 @@ async def _serve(
     lock: int,
     listener: socket.socket,
     journal: LmdbJournal,
-    open_backend: Callable[[str], Backend],
+    open_backend: OpenBackend,
     ready: Callable[[], None],
     stand_by: StandBy | None,
 ) -> None:

@@ -27,7 +27,7 @@ from everstep.format.manifest import Abort, Decision, Manifest
 from everstep.format.records import RunRecord
 from everstep.memory.errors import SlotGone
 from everstep.memory.slots import Pinned
-from everstep.store.catalog import read_decision_at, voted_ranks
+from everstep.store.catalog import Standing, look_at, read_decision_at
 from everstep.store.commit import abort_attempt, next_attempt, try_commit
 from everstep.store.flush import FlushJob, flush_rank
 from everstep.store.votes import GATHER_WORLD_MIN, gather_votes
@@ -41,6 +41,15 @@ log = logging.getLogger("everstep.agent")
 
 POLL_FIRST_S = 0.02
 POLL_MAX_S = 1.0
+POLL_FLAT_MAX_S = 3.0
+"""Where each look is a request that costs money."""
+POLL_PAUSES = 4.0
+"""A pause is at least so many times as long as the look before it."""
+LAYOUTS_S = 600.0
+LAYOUTS_MAX = 4096
+"""For how long, and how many, layouts that were found right are not looked at again."""
+LOOK_AFTER_S = 2.0
+"""Without a new vote, after which the other nodes' beacons are looked at: most votes come sooner."""
 FLUSHES_MAX = 1024
 """Flushes without a verdict; more are refused."""
 ATTEMPTS_MAX = 1000
@@ -105,6 +114,10 @@ class Owner(Protocol):
         vote: their trainers are dead, without that snapshot."""
         ...
 
+    async def lost_elsewhere(self, flush: Flush, missing: list[int]) -> tuple[list[int], str]:
+        """Those of ``missing`` on other nodes that can never vote, and why."""
+        ...
+
 
 class Pipeline:
     """``tier`` is the url that progress speaks of. Commit time-outs and the backend may be changed at any
@@ -123,6 +136,8 @@ class Pipeline:
         self._wake = asyncio.Event()
         self._writing: tuple[Flush, asyncio.Task[None]] | None = None
         self._closing: set[asyncio.Task[None]] = set()
+        self._layouts: set[str] = set()
+        self._layouts_since = 0.0
         self.fence = Fence(backend)
 
     @property
@@ -279,7 +294,14 @@ class Pipeline:
             flush.opened = True
         work = FlushJob(entry.step, entry.incarnation, entry.attempt, entry.rank, entry.world, entry.kind)
         vote = await patiently(
-            lambda: flush_rank(self.backend, work, pinned, chunk_bytes=self._run.chunk_bytes, run=self._run)
+            lambda: flush_rank(
+                self.backend,
+                work,
+                pinned,
+                chunk_bytes=self._run.chunk_bytes,
+                run=self._run,
+                layouts=self._known_layouts(),
+            )
         )
         reach("agent.voted", str(entry.step))
         nbytes = sum(image.nbytes for image in vote.images)
@@ -290,6 +312,15 @@ class Pipeline:
         await self._owner.remember(job.entry)
         flush.changed.set()
         self._say(flush, "voted", rank=entry.rank, nbytes=nbytes)
+
+    def _known_layouts(self) -> set[str] | None:
+        """Where each look is a request, a layout that was found right is trusted for a while."""
+        if not self.backend.capabilities.flat:
+            return None
+        now = time.monotonic()
+        if now - self._layouts_since > LAYOUTS_S or len(self._layouts) > LAYOUTS_MAX:
+            self._layouts_since, self._layouts = now, set()
+        return self._layouts
 
     async def _open(self, flush: Flush) -> Decision | None:
         """Make ``flush.attempt`` the open one. A decision: the step has one already that settles it."""
@@ -338,9 +369,10 @@ class Pipeline:
         while flush.ending is None and not flush.settled:
             flush.changed.clear()
             await self._gather(flush)
-            voted = await patiently(functools.partial(voted_ranks, self.backend, *place))
-            complete = len(voted) >= flush.world
-            decision = await patiently(functools.partial(self._decide, flush, complete=complete))
+            began = time.monotonic()
+            standing = await patiently(functools.partial(look_at, self.backend, *place))
+            voted = list(standing.ranks)
+            decision = await patiently(functools.partial(self._decide, flush, standing))
             if decision is not None or flush.ending is not None:
                 return decision
             if voted != seen:
@@ -348,10 +380,11 @@ class Pipeline:
             if flush.unwritten():
                 since = time.monotonic()
             await self._check_missing(flush, voted, since)
+            pause = max(pause, POLL_PAUSES * (time.monotonic() - began))  # a slow store is asked more seldom
             try:
                 await asyncio.wait_for(flush.changed.wait(), pause)
             except asyncio.TimeoutError:
-                pause = min(2 * pause, POLL_MAX_S)
+                pause = min(2 * pause, POLL_FLAT_MAX_S if self.backend.capabilities.flat else POLL_MAX_S)
         return None
 
     async def _gather(self, flush: Flush) -> None:
@@ -367,16 +400,21 @@ class Pipeline:
         except (BackendError, EverstepError) as error:
             log.warning("step %d: the node's votes could not be gathered: %s", flush.step, error)
 
-    async def _decide(self, flush: Flush, *, complete: bool) -> Decision | None:
+    async def _decide(self, flush: Flush, standing: Standing) -> Decision | None:
         """What someone else decided, or, once all votes are in and no newer incarnation forbids it, our
         own."""
-        if not complete:
-            return await read_decision_at(self.backend, flush.step, flush.incarnation, flush.attempt)
+        place = flush.step, flush.incarnation, flush.attempt
+        if flush.attempt in standing.names.decisions:
+            return await read_decision_at(self.backend, *place)
+        if len(standing.ranks) < flush.world:
+            return None
         if not await self.fence.allows(*flush.key):
             self._end(flush, *superseded(*flush.key, self.fence.newest))
             return None
         reach("agent.commit.before", str(flush.step))
-        decision = await try_commit(self.backend, flush.step, flush.incarnation, flush.attempt, flush.world)
+        decision = await try_commit(
+            self.backend, *place, flush.world, standing=standing, known=self.fence.known
+        )
         if decision is not None:
             reach("agent.committed", str(flush.step))
         return decision
@@ -385,13 +423,13 @@ class Pipeline:
         """End the flush when ranks will not vote any more, or have had their time."""
         missing = sorted(set(range(flush.world)) - set(voted) - set(flush.unwritten()))
         lost = await self._owner.stand_in(flush, missing) if missing else []
-        if lost:
-            why = "died without a snapshot of it"
-        elif missing and time.monotonic() - since > self.commit_timeout_s:
+        why = "died without a snapshot of it"
+        if missing and not lost and time.monotonic() - since > LOOK_AFTER_S:
+            lost, why = await self._owner.lost_elsewhere(flush, missing)
+        if not lost and missing and time.monotonic() - since > self.commit_timeout_s:
             lost, why = missing, f"did not vote within {self.commit_timeout_s:g} s"
-        else:
-            return
-        self._end(flush, *ranks_missing(flush.step, flush.world, voted, lost, why, self.backend.url))
+        if lost:
+            self._end(flush, *ranks_missing(flush.step, flush.world, voted, lost, why, self.backend.url))
 
     # -- the end
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from everstep.errors import AgentError
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Goes up with every change of the messages after the handshake."""
 
 FRAME_BYTES_MAX = 1 << 20

@@ -12,8 +12,9 @@ from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError
 from everstep.backends.points import reach
 from everstep.errors import EverstepError
-from everstep.format.manifest import Manifest
+from everstep.format.manifest import Tombstone
 from everstep.plan.retention import Retention, RetentionPlan, plan_retention
+from everstep.store.asking import each
 from everstep.store.catalog import StepNames, list_steps, read_decision
 from everstep.store.rotate import RotationReport, rotate
 
@@ -41,8 +42,9 @@ class Rotator:
         self._done = done
         self._wanted: int | None = None
         self._task: asyncio.Task[None] | None = None
-        self._committed: dict[StepNames, bool] = {}
-        """What was read of decisions, by the names that were there; a changed set of names is read again."""
+        self._decided: dict[StepNames, bool | Tombstone] = {}
+        """What was read of decisions, by the names that were there: whether it is a manifest, or a tombstone. A changed
+        set of names is read again."""
 
     @property
     def busy(self) -> bool:
@@ -91,19 +93,31 @@ class Rotator:
         def is_gone(number: int) -> bool:
             return number < incarnation and self._fence.writer_is_dead(number) and not self._in_use(number)
 
+        tombstones = {
+            names: decision for names, decision in self._decided.items() if isinstance(decision, Tombstone)
+        }
         # Also with nothing to remove: it finishes what a crash left, and collects given-up attempts.
         return await patiently(
-            lambda: rotate(self._backend, plan, is_superseded=is_superseded, is_gone=is_gone)
+            lambda: rotate(
+                self._backend,
+                plan,
+                is_superseded=is_superseded,
+                is_gone=is_gone,
+                tombstones=tombstones,
+                known=self._fence.known,
+            )
         )
 
     async def _plan(self) -> RetentionPlan:
-        lineage = await self._fence.look()
+        """By the lineage as the fence has just seen it."""
         found = await patiently(lambda: list_steps(self._backend))
-        known = {names: self._committed[names] for names in found if names in self._committed}
-        for names in found:
-            if names not in known:
-                read = functools.partial(read_decision, self._backend, names)
-                known[names] = isinstance(await patiently(read), Manifest)
-        self._committed = known
-        checkpoints = [(names.incarnation, names.step) for names in found if known[names]]
-        return plan_retention(checkpoints, self.retention, lineage, set())
+        known = {names: self._decided[names] for names in found if names in self._decided}
+
+        async def read(names: StepNames) -> None:
+            decision = await patiently(functools.partial(read_decision, self._backend, names))
+            known[names] = decision if isinstance(decision, Tombstone) else decision is not None
+
+        await each([names for names in found if names not in known], read)
+        self._decided = known
+        checkpoints = [(names.incarnation, names.step) for names in found if known[names] is True]
+        return plan_retention(checkpoints, self.retention, self._fence.lineage, set())

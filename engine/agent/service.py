@@ -29,6 +29,7 @@ from everstep.store.rotate import RotationReport
 from everstep.store.runs import open_run
 
 from .beacon import Beacons
+from .elsewhere import Elsewhere
 from .guard import SameRun
 from .journal import GuardEntry, JobEntry, Journal, NoJournal
 from .members import FLUSHED, KEPT, Member, Members, find_snapshot, open_arena
@@ -52,6 +53,7 @@ from .protocol import (
     Taken,
     Welcome,
 )
+from .root import OpenBackend, Root
 from .rotation import Rotator
 from .server import Peer
 from .status import describe
@@ -67,9 +69,8 @@ RESUME_TRIES_MAX = 40
 RESUME_PAUSE_S = 15.0
 """How long a new agent waits for storage before it leaves the journal's jobs to the next one."""
 EVENTS_PAUSE_S = 2.0
-"""Events are written at most this often."""
-
-OpenBackend = Callable[[str], Backend]
+EVENTS_FLAT_PAUSE_S = 10.0
+"""Events are written at most this often; on a store where each write is a request that costs money, more seldom."""
 
 
 class Service:
@@ -82,8 +83,7 @@ class Service:
         self.pipeline: Pipeline | None = None
         self._journal = journal
         self._journal_thread = ThreadPoolExecutor(1, thread_name_prefix="everstep-journal")
-        self._open_backend = open_backend
-        self._backend = open_backend(settings.root)
+        self._backend = Root(settings, open_backend)
         self._guarded: Backend = self._backend
         """For whatever writes or deletes: only while it is this run's."""
         self._run: RunRecord | None = None
@@ -93,6 +93,7 @@ class Service:
         self._orphans = Orphans(self)
         self.protection = Protection(self)
         self.beacons = Beacons(self)
+        self._elsewhere = Elsewhere(self)
         self._registered: set[Peer] = set()
         self._order = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -292,6 +293,8 @@ class Service:
                 expected=theirs.root,
                 hint="Set another runtime_dir",
             )
+        if hello.incarnation >= self.members.newest:
+            await self._backend.renew(theirs)
         await self._ensure_run(hello.run_id)
         self.members.check(hello.incarnation, hello.rank, process)
         arena = await asyncio.to_thread(self._arena_of, hello.arena, fd, hello.rank)
@@ -435,6 +438,9 @@ class Service:
             await self._pipeline.add(entry, self.pin_of(member, snapshot.index, snapshot.generation))
         return lost
 
+    async def lost_elsewhere(self, flush: Flush, missing: list[int]) -> tuple[list[int], str]:
+        return await self._elsewhere.lost(flush, missing)
+
     def run_is_gone(self) -> None:
         """The run was deleted, or replaced by another: there is nothing left to serve."""
         log.error("the run under %s is gone; leaving", self.settings.root)
@@ -546,9 +552,10 @@ class Service:
         """Best effort, and seldom: what is appended meanwhile goes along."""
         if self._events is None:
             return
-        pause = self._last_events + EVENTS_PAUSE_S - time.monotonic()
+        interval = EVENTS_FLAT_PAUSE_S if self._backend.capabilities.flat else EVENTS_PAUSE_S
+        pause = self._last_events + interval - time.monotonic()
         if pause > 0 and not self.stopped.is_set():
-            self._last_events += EVENTS_PAUSE_S
+            self._last_events += interval
             await asyncio.sleep(pause)
         self._last_events = time.monotonic()
         try:

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError, NoSpace, Retryable
-from everstep.backends.open import open_backend
 from everstep.errors import CannotTell, EverstepError, SaveFailed, StorageFull
+from everstep.format.records import IncarnationRecord
 from everstep.memory.process import Process, boot_id
 from everstep.plan.lineage import Lineage
 from everstep.store.runs import read_incarnations
@@ -20,12 +20,6 @@ BACKOFF_FIRST_S = 0.2
 BACKOFF_MAX_S = 5.0
 
 T = TypeVar("T")
-
-
-def open_root(url: str) -> Backend:
-    """The run's root: every node sees the same files there. If it is deleted under the agent, what the agent writes
-    late must not appear in a run that is made anew at the same place."""
-    return open_backend(url, shared=True, bound=True)
 
 
 def may_pass(error: BaseException) -> bool:
@@ -75,22 +69,25 @@ class Fence:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._lineage: Lineage | None = None
+        self.lineage = Lineage([])
+        """As it was at the last look."""
+        self.known: dict[int, IncarnationRecord] = {}
+        """Records that were read; they never change."""
         self.newest = 0
         self.worlds: dict[int, int] = {}
         self._writers: dict[int, Process] = {}
 
     async def look(self) -> Lineage:
         """The lineage as it is now. Raises CannotTell, Damaged, UnknownFormat."""
-        records = await patiently(lambda: read_incarnations(self._backend))
+        records = await patiently(lambda: read_incarnations(self._backend, self.known))
         self.worlds = {record.number: record.world for record in records}
         self._writers = {
             record.number: Process(record.writer.pid, record.writer.start_time, record.writer.boot)
             for record in records
         }
         self.newest = max(self.worlds, default=0)
-        self._lineage = Lineage(records)
-        return self._lineage
+        self.lineage = Lineage(records)
+        return self.lineage
 
     async def allows(self, incarnation: int, step: int) -> bool:
         """Whether that checkpoint may still be committed."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from everstep.backends.open import is_local
 from everstep.format.constants import CHUNK_BYTES
 from everstep.memory.process import Process
 from everstep.plan.retention import Retention
@@ -24,9 +27,22 @@ NO_STEP = -1
 """Progress that speaks of no step in particular."""
 
 
+STORAGE_VARIABLES = ("AWS_",)
+"""Beginnings of the names of what object stores' clients read in the environment: credentials, endpoints, regions."""
+
+
+def storage_environment(root: str) -> dict[str, str]:
+    """What of this process's environment the storage of ``root`` reads."""
+    if is_local(root):
+        return {}
+    return {name: value for name, value in os.environ.items() if name.startswith(STORAGE_VARIABLES)}
+
+
 @dataclass(frozen=True)
 class AgentSettings:
-    """``root`` is the canonical url of the run, ``run_key`` names (root, node) in 16 hex digits."""
+    """``root`` is the canonical url of the run, ``run_key`` names (root, node) in 16 hex digits. ``options`` of its
+    storage, and the trainer's ``environment`` as far as its storage reads that, may be secret: they go through pipe and
+    socket, and nowhere else."""
 
     root: str
     run_key: str
@@ -40,6 +56,8 @@ class AgentSettings:
     queue_max: int = QUEUE_MAX
     heartbeat_s: float = HEARTBEAT_S
     heartbeat_timeout_s: float = 4 * HEARTBEAT_S
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -56,6 +74,8 @@ class AgentSettings:
             "queue_max": self.queue_max,
             "heartbeat_s": self.heartbeat_s,
             "heartbeat_timeout_s": self.heartbeat_timeout_s,
+            "options": dict(self.options),
+            "environment": dict(self.environment),
         }
 
     @classmethod

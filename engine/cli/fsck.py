@@ -46,7 +46,7 @@ class FsckCommand(click.Command):
 @click.option("--quick", is_flag=True, help="Do not read the images: check their sizes and everything else.")
 @json_option
 def fsck(run: str, step: int | None, quick: bool, as_json: bool) -> None:
-    """Prove RUN, a directory: every record, decision, vote, layout and chunk against the hashes that name it.
+    """Prove RUN, a directory or URL: every record, decision, vote, layout and chunk against the hashes that name it.
 
     Reads only, and may run beside a live run. Files of a writer that died, or that is at work, are told and
     are no damage.
@@ -71,7 +71,7 @@ def _code_of(error: EverstepError) -> int:
 
 
 def _check(run: str, step: int | None, quick: bool) -> list[Finding]:
-    from everstep.backends.open import open_backend
+    from everstep.places import locate
     from everstep.store.blocking import run_blocking
     from everstep.store.fsck import check
 
@@ -85,7 +85,7 @@ def _check(run: str, step: int | None, quick: bool) -> list[Finding]:
                 bar.update(now - done)
                 done = now
 
-            backend = open_backend(run)
+            backend = locate(run).open()
             try:
                 return [finding async for finding in check(backend, step=step, quick=quick, progress=show)]
             finally:

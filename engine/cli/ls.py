@@ -34,7 +34,7 @@ Example:
 @memory_option
 @json_option
 def ls(run: str, metrics: bool, memory: Path, as_json: bool) -> None:
-    """List the checkpoints of RUN, a directory, on disk and in this node's memory.
+    """List the checkpoints of RUN, a directory or URL, on disk and in this node's memory.
 
     A checkpoint is "in lineage" if a load may take it: a step that a later resume or rollback went back before is cut
     off, and stays listed until it is pruned.

@@ -99,8 +99,8 @@ def plan_memory(
 ) -> None:
     """Say what the memory tier takes on each node, whether that fits on this one, and what survives what.
 
-    The size of the state is that of RUN, a directory (its slots on this node, else its newest checkpoint), or --bytes
-    per rank, or follows from --parameters. Reserves nothing.
+    The size of the state is that of RUN, a directory or URL (its slots on this node, else its newest checkpoint), or
+    --bytes per rank, or follows from --parameters. Reserves nothing.
     """
     if sum(one is not None for one in (run, state_bytes, parameters)) != 1:
         raise click.UsageError("name a RUN, or say --bytes or --parameters")

@@ -103,11 +103,11 @@ class Detail:
 
 
 def _detail(run: str, found: Survey, manifest: Manifest, rank: int | None) -> Detail:
-    from everstep.backends.open import open_backend
+    from everstep.places import locate
     from everstep.store.blocking import run_blocking
 
     async def read() -> Detail:
-        backend = open_backend(run)
+        backend = locate(run).open()
         try:
             return await _read_detail(backend, found.run.chunk_bytes, manifest, rank)
         finally:

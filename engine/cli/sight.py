@@ -52,7 +52,7 @@ class SeenNode:
 
 @dataclass
 class Sight:
-    """``survey`` is None where the run's directory could not be read: ``problems`` say why."""
+    """``survey`` is None where the run could not be read: ``problems`` say why."""
 
     url: str
     incarnation: int
@@ -248,7 +248,7 @@ def _others(sight: Sight, here: set[str], place: Place, wait_s: float | None) ->
     from everstep.errors import EverstepError
 
     try:
-        first = _read(sight, place.url)
+        first = _read(sight, place)
         newest = (
             max((record.number for record in sight.survey.incarnations), default=0) if sight.survey else 0
         )
@@ -265,7 +265,7 @@ def _others(sight: Sight, here: set[str], place: Place, wait_s: float | None) ->
         began = time.monotonic()
         while waiting and time.monotonic() - began < limit_s:
             time.sleep(LOOK_PAUSE_S)
-            now = _read(sight, place.url)
+            now = _read(sight, place)
             for name in list(waiting):
                 node, beacon = nodes[name], now.get(name)
                 if beacon is None or (beacon.agent, beacon.count) != (node.beacon.agent, node.beacon.count):
@@ -279,13 +279,12 @@ def _others(sight: Sight, here: set[str], place: Place, wait_s: float | None) ->
         return []
 
 
-def _read(sight: Sight, url: str) -> dict[str, Beacon]:
-    from everstep.backends.open import open_backend
+def _read(sight: Sight, place: Place) -> dict[str, Beacon]:
     from everstep.store.beacons import read_beacons
     from everstep.store.blocking import run_blocking
 
     async def read() -> tuple[dict[str, Beacon], dict[str, EverstepError]]:
-        backend = open_backend(url)
+        backend = place.open()
         try:
             return await read_beacons(backend)
         finally:

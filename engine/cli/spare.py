@@ -14,6 +14,7 @@ from .frame import answering, command
 if TYPE_CHECKING:
     from everstep.agent.main import StandBy
     from everstep.agent.values import AgentSettings
+    from everstep.backends.api import Backend
 
 LOOK_S = 0.5
 
@@ -75,7 +76,7 @@ def _prepare(
     place = locate(run, node=node)
     if not memory.is_dir():
         raise BadOption("--memory must be a directory", found=str(memory))
-    run_id, chunk_bytes = _await_run(place.url, _seconds(patience))
+    run_id, chunk_bytes = _await_run(place.open(), _seconds(patience))
     settings = AgentSettings(
         root=place.url,
         run_key=place.run_key,
@@ -109,15 +110,13 @@ def _seconds(text: str) -> float:
     return every.seconds
 
 
-def _await_run(url: str, patience_s: float) -> tuple[str, int]:
+def _await_run(backend: Backend, patience_s: float) -> tuple[str, int]:
     """The run's id and chunk size, once somebody has made it. NotARun after ``patience_s``."""
-    from everstep.backends.open import open_backend
     from everstep.errors import CannotTell, NotARun
     from everstep.store.blocking import run_blocking
     from everstep.store.runs import open_run
 
     deadline = time.monotonic() + patience_s
-    backend = open_backend(url, shared=True)
     try:
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Everything that a run's directory says of its checkpoints, read once."""
+"""Everything that a run's storage says of its checkpoints, read once."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class Survey:
         return next((one for one in reversed(self.checkpoints) if one.in_lineage), None)
 
 
-def survey(url: str) -> Survey:
-    """Read the run at ``url``. Raises NotARun, Damaged (its records), UnknownFormat, CannotTell."""
-    from everstep.backends.open import open_backend
+def survey(run: str) -> Survey:
+    """Read ``run``, a path or URL. Raises NotARun, Damaged (its records), UnknownFormat, CannotTell."""
+    from everstep.places import locate
     from everstep.store.blocking import run_blocking
 
     async def read() -> Survey:
-        backend = open_backend(url)
+        backend = locate(run).open()
         try:
             return await read_survey(backend)
         finally:

@@ -33,7 +33,10 @@ class HubLine:
         """The hub's node."""
         self.without: dict[str, Wire] = {}
         """Nodes whose protection training does not wait for, and why."""
-        self._alone: Tally | None = None
+        self._alone = False
+        self._own = self._make_own()
+        """What this node finds by itself where it hears of no hub. It listens all the time, so that the bound for this
+        node's own protection does not begin only when the one for the hub has ended."""
         self._heard = time.monotonic()
         self._error: str | None = None
 
@@ -46,8 +49,12 @@ class HubLine:
         tally = Tally(active, timeout_s=terms.timeout_s, limit_s=terms.limit_s)
         return Hub(tally, active, terms.incarnation, self._guard.nudge)
 
+    def _make_own(self) -> Tally:
+        terms = self._guard.terms
+        return Tally([terms.name], timeout_s=terms.timeout_s, limit_s=terms.limit_s)
+
     def start(self) -> None:
-        self._heard = time.monotonic()
+        self._heard, self._own = time.monotonic(), self._make_own()
         if self.hub is not None:
             self.hub.tally.complete = self._guard.complete
         self._guard.thread("watch", self._watch)
@@ -58,7 +65,7 @@ class HubLine:
     def status(self) -> dict[str, Any]:
         found: dict[str, Any] = {
             "hub": self.name,
-            "alone": self._alone is not None,
+            "alone": self._alone,
             "unprotected": sorted(self.without),
         }
         if self.hub is not None:
@@ -78,22 +85,19 @@ class HubLine:
                 complete, changes = self.hub.look()
                 self._take_changes(changes)
                 self._guard.set_complete(complete)
-            elif time.monotonic() - self._heard >= self._guard.terms.timeout_s:
+                continue
+            self._own.heard(0, self._guard.standing())
+            if time.monotonic() - self._heard >= self._guard.terms.timeout_s:
                 self._go_alone()
-            elif self._alone is not None:
+            elif self._alone:
                 self._hear_again()
 
     def _go_alone(self) -> None:
         hub = self.name
         if self._guard.over:
             return
-        if self._alone is None:
-            self._alone = Tally(
-                [self._guard.terms.name],
-                timeout_s=self._guard.terms.timeout_s,
-                limit_s=self._guard.terms.limit_s,
-                complete=self._guard.complete,
-            )
+        if not self._alone:
+            self._alone, self._own.complete = True, self._guard.complete
             error = PeerLost(
                 f"node {hub}, which finds the newest step protected on all nodes, cannot be reached",
                 found=self._error or f"nothing for {self._guard.terms.timeout_s:g} s",
@@ -101,12 +105,11 @@ class HubLine:
                 node=hub,
             )
             self._take_changes([Change(hub, error.to_wire())])
-        self._alone.heard(0, self._guard.standing())
-        self._take_changes(self._alone.look())
-        self._guard.set_complete(self._alone.complete)
+        self._take_changes(self._own.look())
+        self._guard.set_complete(self._own.complete)
 
     def _hear_again(self) -> None:
-        self._alone = None
+        self._alone, self._own = False, self._make_own()
         back = [name for name in (self.name, self._guard.terms.name) if name in self.without]
         self._take_changes([Change(name, None) for name in back])
 
@@ -147,7 +150,7 @@ class HubLine:
                 message = expect(link.receive(SILENT_S), Complete)
                 self._heard, self._error = time.monotonic(), None
                 self._guard.set_complete(message.step)
-                if self._alone is None:
+                if not self._alone:
                     self._take_changes(_difference(self.without, message.without))
 
         self._keep_talking(talk)

@@ -6,6 +6,7 @@ An uncached listing proposes; decisions decide; the lineage chooses.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from everstep.backends.api import Backend
@@ -17,6 +18,9 @@ from everstep.format.manifest import Abort, Decision, Manifest, Tombstone, decod
 from everstep.format.vote import Vote, decode_vote
 
 from .asking import SMALL_BYTES_MAX, each, reading
+
+FLAT_ITEMS_MAX = 4000
+"""Objects of a flat store that are listed to find all checkpoints; a run that has more is listed by its directories."""
 
 READ_TRIES_MAX = 4
 """How often a checkpoint's directory is listed again when a listed decision has vanished meanwhile."""
@@ -41,10 +45,52 @@ class StepNames:
         """(step, incarnation): the order of names."""
         return self.step, self.incarnation
 
+    @classmethod
+    def of(cls, step: int, incarnation: int, children: Iterable[str]) -> StepNames:
+        """From the names in the directory."""
+        some = list(children)
+        decisions = {number for child in some if (number := names.parse_decision(child)) is not None}
+        attempts = {number for child in some if (number := names.parse_attempt(child)) is not None}
+        return cls(step, incarnation, tuple(sorted(decisions)), tuple(sorted(attempts)))
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What is there of one attempt: its checkpoint's names, the ranks whose votes are there, and those after which
+    gathers of votes are named; both ascending."""
+
+    names: StepNames
+    ranks: tuple[int, ...]
+    gathers: tuple[int, ...]
+
 
 async def list_steps(backend: Backend, *, empty: bool = False) -> list[StepNames]:
     """All checkpoints' directories, newest (incarnation, step) last. Names that are not ours are left out,
     and (but for ``empty``) directories without decisions and attempts, which a crash may leave."""
+    found = await _flat_steps(backend) if backend.capabilities.flat else None
+    if found is None:
+        found = await _steps_by_directory(backend)
+    return sorted([one for one in found if empty or one.decisions or one.attempts], key=lambda one: one.key)
+
+
+async def _flat_steps(backend: Backend) -> list[StepNames] | None:
+    """From one listing of all that lies below; None where that is too much."""
+    found: dict[tuple[int, int], set[str]] = {}
+    count = 0
+    with reading(backend, names.CHECKPOINTS):
+        async for item in backend.list(names.CHECKPOINTS):
+            count += 1
+            if count > FLAT_ITEMS_MAX:
+                return None
+            _, *place = item.name.split("/", 4)
+            step = names.parse_step(place[0])
+            incarnation = names.parse_incarnation(place[1]) if len(place) > 2 else None
+            if step is not None and incarnation is not None:
+                found.setdefault((step, incarnation), set()).add(place[2])
+    return [StepNames.of(*key, children) for key, children in found.items()]
+
+
+async def _steps_by_directory(backend: Backend) -> list[StepNames]:
     with reading(backend, names.CHECKPOINTS):
         children = await backend.list_names(names.CHECKPOINTS)
     steps = [step for child in children if (step := names.parse_step(child)) is not None]
@@ -55,9 +101,7 @@ async def list_steps(backend: Backend, *, empty: bool = False) -> list[StepNames
         numbers = [number for child in inner if (number := names.parse_incarnation(child)) is not None]
         return [await list_step(backend, step, number) for number in numbers]
 
-    lists = await each(steps, of_step)
-    steps_found = [found for some in lists for found in some if empty or found.decisions or found.attempts]
-    return sorted(steps_found, key=lambda found: found.key)
+    return [found for some in await each(steps, of_step) for found in some]
 
 
 async def list_step(backend: Backend, step: int, incarnation: int) -> StepNames:
@@ -65,9 +109,25 @@ async def list_step(backend: Backend, step: int, incarnation: int) -> StepNames:
     directory = names.checkpoint_dir(step, incarnation)
     with reading(backend, directory):
         children = await backend.list_names(directory)
-    decisions = [number for child in children if (number := names.parse_decision(child)) is not None]
-    attempts = [number for child in children if (number := names.parse_attempt(child)) is not None]
-    return StepNames(step, incarnation, tuple(sorted(decisions)), tuple(sorted(attempts)))
+    return StepNames.of(step, incarnation, children)
+
+
+async def look_at(backend: Backend, step: int, incarnation: int, attempt: int) -> Standing:
+    """What is there of one attempt, in one listing where the store is flat. Votes are seen no later than decisions."""
+    if not backend.capabilities.flat:
+        ranks, gathers = await voted(backend, step, incarnation, attempt)
+        return Standing(await list_step(backend, step, incarnation), tuple(ranks), tuple(gathers))
+    directory = names.checkpoint_dir(step, incarnation)
+    children: set[str] = set()
+    inner: list[str] = []
+    with reading(backend, directory):
+        async for item in backend.list(directory):
+            child, _, rest = item.name[len(directory) + 1 :].partition("/")
+            children.add(child)
+            if names.parse_attempt(child) == attempt:
+                inner.append(rest)
+    found = StepNames.of(step, incarnation, children)
+    return Standing(found, *map(tuple, _votes_in(inner)))
 
 
 async def read_decision_at(backend: Backend, step: int, incarnation: int, number: int) -> Decision | None:
@@ -135,16 +195,21 @@ async def read_vote(
     name = names.vote(step, incarnation, attempt, rank)
     with reading(backend, name):
         data = await backend.read(name)
+    return data, open_vote(data, name, (step, incarnation, attempt, rank))
+
+
+def open_vote(data: bytes, name: str, place: tuple[int, int, int, int]) -> Vote:
+    """The vote, checked against its (step, incarnation, attempt, rank). Raises Damaged."""
     vote = decode_vote(data, name)
     found = (vote.step, vote.incarnation, vote.attempt, vote.rank)
-    if found != (step, incarnation, attempt, rank):
+    if found != place:
         raise Damaged(
             f"{name} is the vote of another place",
             found=f"(step, incarnation, attempt, rank) {found}",
-            expected=f"{(step, incarnation, attempt, rank)}",
+            expected=f"{place}",
             name=name,
         )
-    return data, vote
+    return vote
 
 
 async def voted_ranks(backend: Backend, step: int, incarnation: int, attempt: int) -> list[int]:
@@ -158,6 +223,10 @@ async def voted(backend: Backend, step: int, incarnation: int, attempt: int) -> 
     directory = names.attempt_dir(step, incarnation, attempt)
     with reading(backend, directory):
         children = await backend.list_names(directory)
+    return _votes_in(children)
+
+
+def _votes_in(children: list[str]) -> tuple[list[int], list[int]]:
     ranks = [rank for child in children if (rank := names.parse_vote(child)) is not None]
     gathers = [rank for child in children if (rank := names.parse_gather(child)) is not None]
     return sorted(ranks), sorted(gathers)

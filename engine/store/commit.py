@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from everstep.backends.api import Backend
@@ -19,11 +20,12 @@ from everstep.errors import Damaged, StateMismatch, UsageError
 from everstep.format import names
 from everstep.format.hashing import digest
 from everstep.format.manifest import Abort, Decision, Manifest, RankRecord, Tombstone, encode_decision
+from everstep.format.records import IncarnationRecord
 from everstep.format.vote import Vote, VoteHeader, vote_hash
 from everstep.plan.lineage import Lineage
 
 from .asking import each, writing
-from .catalog import list_step, read_decision_at, read_numbered, read_vote, voted
+from .catalog import Standing, list_step, look_at, read_decision_at, read_numbered, read_vote
 from .equality import equality_facts
 from .runs import now, read_incarnations
 from .votes import check_layouts, read_headers
@@ -36,6 +38,8 @@ NAMED_MAX = 8
 
 SAYINGS_MAX = 16
 """Ways of being at odds with rank 0 that are read to be told apart."""
+
+NONE_READ: Mapping[int, Vote] = MappingProxyType({})
 
 _covered: OrderedDict[bytes, None] = OrderedDict()
 """Digests of sets of layouts that were found to cover; touched between awaits only, from whatever loop."""
@@ -51,15 +55,24 @@ async def next_attempt(backend: Backend, step: int, incarnation: int) -> tuple[i
 
 
 async def try_commit(
-    backend: Backend, step: int, incarnation: int, attempt: int, world: int
+    backend: Backend,
+    step: int,
+    incarnation: int,
+    attempt: int,
+    world: int,
+    *,
+    standing: Standing | None = None,
+    known: dict[int, IncarnationRecord] | None = None,
 ) -> Manifest | Abort | None:
     """Decide the attempt if all votes are in; None while some are missing. Any process may call it, any
-    number of times; whichever decision stands is returned.
+    number of times; whichever decision stands is returned. ``standing`` was seen just now, ``known`` are the
+    incarnations that were read before.
 
     Votes that disagree, or that do not cover every tensor, and an attempt above a newer incarnation's cut,
     end in an abort record that says so. Raises CannotTell, SaveFailed, StorageFull: not decided, try again.
     """
-    found = await list_step(backend, step, incarnation)
+    standing = standing or await look_at(backend, step, incarnation, attempt)
+    found, ranks = standing.names, standing.ranks
     if attempt in found.decisions:
         return await _standing(backend, step, incarnation, attempt)
     if attempt > 1 and max(found.decisions, default=0) < attempt - 1:
@@ -68,14 +81,14 @@ async def try_commit(
             found=f"decisions {list(found.decisions)}",
             expected=f"a decision on attempt {attempt - 1}",
         )
-    ranks, gathers = await voted(backend, step, incarnation, attempt)
     if not set(ranks).issuperset(range(world)):
         return None
     try:
-        headers = await read_headers(backend, step, incarnation, attempt, ranks, gathers)
-        first = await _vote_of(backend, headers[0])
+        votes: dict[int, Vote] = {}
+        headers = await read_headers(backend, step, incarnation, attempt, ranks, standing.gathers, votes)
+        first = await _vote_of(backend, headers[0], votes)
         reason = await objection_to(backend, headers, world)
-        facts, differing = ({}, None) if reason is not None else await _equality(backend, headers)
+        facts, differing = ({}, None) if reason is not None else await _equality(backend, headers, votes)
     except NotFound:
         return await _decided_meanwhile(backend, step, incarnation, attempt)
     except Damaged as error:
@@ -84,7 +97,7 @@ async def try_commit(
             backend, step, incarnation, attempt, reason=str(error), rank=rank.rank if rank else None
         )
     if reason is None:
-        reason = await _superseded(backend, step, incarnation) or differing
+        reason = await _superseded(backend, step, incarnation, known) or differing
     if reason is not None:
         return await abort_attempt(backend, step, incarnation, attempt, reason=reason[1], rank=reason[0])
     manifest = make_manifest(first, headers, "shared" if backend.capabilities.shared else "node", facts)
@@ -150,8 +163,10 @@ async def _decided_meanwhile(
     return await _standing(backend, step, incarnation, attempt)
 
 
-async def _superseded(backend: Backend, step: int, incarnation: int) -> tuple[None, str] | None:
-    records = await read_incarnations(backend)
+async def _superseded(
+    backend: Backend, step: int, incarnation: int, known: dict[int, IncarnationRecord] | None
+) -> tuple[None, str] | None:
+    records = await read_incarnations(backend, known)
     if not any(record.number == incarnation for record in records):
         name = names.incarnation(incarnation)
         raise Damaged(f"{name} is missing", found="nothing", expected="the writer's own record", name=name)
@@ -216,20 +231,23 @@ async def _agreement(backend: Backend, headers: Sequence[VoteHeader]) -> tuple[i
 
 
 async def _equality(
-    backend: Backend, headers: Sequence[VoteHeader]
+    backend: Backend, headers: Sequence[VoteHeader], votes: Mapping[int, Vote]
 ) -> tuple[dict[str, Any], tuple[int | None, str] | None]:
     """What the ranks' hashes of entries prove (:func:`~.equality.equality_facts`). Only votes that say in their
     header that they have such hashes are read whole, and of these no more is kept than is needed."""
     speakers = [header for header in headers if header.has_entry_hashes]
 
     async def read(header: VoteHeader) -> Vote:
-        return replace(await _vote_of(backend, header), images=())
+        return replace(await _vote_of(backend, header, votes), images=())
 
     return await equality_facts(backend, await each(speakers, read))
 
 
-async def _vote_of(backend: Backend, header: VoteHeader) -> Vote:
-    """The whole vote. Raises Damaged where it is not the one that ``header`` is of."""
+async def _vote_of(backend: Backend, header: VoteHeader, votes: Mapping[int, Vote] = NONE_READ) -> Vote:
+    """The whole vote, unless ``votes`` has what its header was taken from. Raises Damaged where it is not the one that
+    ``header`` is of."""
+    if header.rank in votes:
+        return votes[header.rank]
     place = header.step, header.incarnation, header.attempt, header.rank
     data, vote = await read_vote(backend, *place)
     if vote_hash(data) != header.hash:

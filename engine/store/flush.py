@@ -94,10 +94,16 @@ class _Mapped:
 
 
 async def flush_rank(
-    backend: Backend, job: FlushJob, pinned: Pinned, *, chunk_bytes: int, run: RunRecord
+    backend: Backend,
+    job: FlushJob,
+    pinned: Pinned,
+    *,
+    chunk_bytes: int,
+    run: RunRecord,
+    layouts: set[str] | None = None,
 ) -> Vote:
     """Write the pinned snapshot as ``job``'s share and vote. Doing it again, after a crash at any point, ends
-    in the same vote.
+    in the same vote. ``layouts`` are hashes of those that were found right on the backend before; this one is added.
 
     Raises SaveFailed or StorageFull (nothing counts; the same attempt may be tried again), SaveAbandoned (the
     attempt was given up), SlotGone (the slot was reused), Damaged (the slot's bytes changed after sealing),
@@ -117,7 +123,10 @@ async def flush_rank(
     former = await _former_vote(backend, job, pinned, images)
     if former is not None:
         return former
-    await store_layout(backend, pinned.info.layout_hash, encoded)
+    if layouts is None or pinned.info.layout_hash not in layouts:
+        await store_layout(backend, pinned.info.layout_hash, encoded)
+    if layouts is not None:
+        layouts.add(pinned.info.layout_hash)
     with ThreadPoolExecutor(2 * IMAGES_PARALLEL, thread_name_prefix="everstep-hash") as pool:
         records = tuple(
             await each(

@@ -9,16 +9,18 @@ anywhere leaves a tombstone, and the next rotation finishes. Names that are not 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from types import MappingProxyType
 
 from everstep.backends.api import Backend, Item
 from everstep.backends.points import reach
 from everstep.errors import CannotTell, Damaged, EverstepError, UnknownFormat
 from everstep.format import names
 from everstep.format.manifest import Abort, Decision, Manifest, Tombstone
+from everstep.format.records import IncarnationRecord
 from everstep.plan.lineage import Lineage
 from everstep.plan.retention import RetentionPlan
 
@@ -41,6 +43,8 @@ counts for nothing. By the wall clocks of two machines, hence the margin over an
 
 PUBLISH_TRIES_MAX = 8
 """How often the next decision number is tried when others take it."""
+
+NONE_KNOWN: Mapping[StepNames, Tombstone] = MappingProxyType({})
 
 Key = tuple[int, int]
 """(incarnation, step)"""
@@ -77,12 +81,15 @@ async def rotate(
     among: Callable[[StepNames], bool] = _all,
     tombstone_wait_s: float = TOMBSTONE_WAIT_S,
     clock: Callable[[], float] = time.time,
+    tombstones: Mapping[StepNames, Tombstone] = NONE_KNOWN,
+    known: dict[int, IncarnationRecord] | None = None,
 ) -> RotationReport:
     """Remove what ``plan`` removes, finish what an earlier rotation began, collect leftover attempts.
 
     ``is_superseded`` is asked again before every removal: a superseded writer deletes nothing. ``is_gone``
     says of an incarnation that its writer is provably dead; only then are its undecided attempts given up.
-    ``among`` says which checkpoints' directories are looked at.
+    ``among`` says which checkpoints' directories are looked at. ``tombstones`` were read before, under these very
+    names, ``known`` are records of incarnations: these are not read again.
     Raises CannotTell, SaveFailed: what was done stays done, the rest is for the next rotation.
     """
     report = RotationReport()
@@ -94,14 +101,18 @@ async def rotate(
         if found.key in keep and len(found.attempts) == 1 and found.attempts == found.decisions:
             continue  # the plan has read its manifest, and there is nothing else
         wanted = found.key in remove
+        buried = tombstones.get(found)
+        if buried is not None and _is_only_waiting(found, buried, tombstone_wait_s, clock):
+            report.waiting.append(found.key)
+            continue
         decision = standing[found.key] = await _standing(backend, found, report, wanted=wanted)
         if (wanted or isinstance(decision, Tombstone)) and await is_superseded():
             report.superseded = True
             return report
         if isinstance(decision, Tombstone):
-            await _finish(backend, found, decision, report, tombstone_wait_s, clock)
+            await _finish(backend, found, decision, report, tombstone_wait_s, clock, known)
         elif isinstance(decision, Manifest) and wanted:
-            await _remove(backend, found, decision, report, is_superseded)
+            await _remove(backend, found, decision, report, is_superseded, known)
     if await is_superseded():
         report.superseded = True
         return report
@@ -131,6 +142,7 @@ async def _remove(
     manifest: Manifest,
     report: RotationReport,
     is_superseded: Callable[[], Awaitable[bool]],
+    known: dict[int, IncarnationRecord] | None,
 ) -> None:
     """Tombstone, look, delete; or, seeing a dependent, put the manifest back above the tombstone."""
     in_flight = [attempt for attempt in found.attempts if attempt > max(found.decisions)]
@@ -143,7 +155,7 @@ async def _remove(
         return
     reach("rotate.tombstoned", names.checkpoint_dir(*found.place))
     try:
-        need = await _needed(backend, found.key)
+        need = await _needed(backend, found.key, known)
         if need is None and await is_superseded():
             report.superseded = True
             need = "a newer incarnation writes the run"
@@ -166,10 +178,10 @@ async def _bury(backend: Backend, found: StepNames, reason: str) -> Tombstone | 
     return tombstone if stood is None else None
 
 
-async def _needed(backend: Backend, key: Key) -> str | None:
+async def _needed(backend: Backend, key: Key, known: dict[int, IncarnationRecord] | None) -> str | None:
     """Why a checkpoint under a fresh tombstone must come back: by what incarnations say *now*, nothing newer
     that counts is there to load instead of it, so that whoever adopted it (or will load next) needs it."""
-    records = await read_incarnations(backend)
+    records = await read_incarnations(backend, known)
     lineage = Lineage(records)
     if not lineage.counts(*key):
         return None
@@ -210,11 +222,12 @@ async def _finish(
     report: RotationReport,
     tombstone_wait_s: float,
     clock: Callable[[], float],
+    known: dict[int, IncarnationRecord] | None,
 ) -> None:
     """Go on where an earlier rotation stopped. It may have stopped before it looked for dependents, but then
     nothing was deleted yet."""
     manifest = await _intact(backend, found, tombstone)
-    need = await _needed(backend, found.key) if manifest is not None else None
+    need = await _needed(backend, found.key, known) if manifest is not None else None
     if manifest is not None and need is not None:
         await _restore(backend, manifest, tombstone.number + 1)
         report.kept.append((found.key, need))
@@ -244,6 +257,14 @@ async def _intact(backend: Backend, found: StepNames, tombstone: Tombstone) -> M
             ranks = await voted_ranks(backend, *found.place, decision.attempt)
             return decision if ranks == [record.rank for record in decision.ranks] else None
     return None
+
+
+def _is_only_waiting(
+    found: StepNames, tombstone: Tombstone, wait_s: float, clock: Callable[[], float]
+) -> bool:
+    """Whether nothing is left but the tombstone, which still has to stand."""
+    alone = not found.attempts and found.decisions == (tombstone.number,)
+    return alone and _age_s(tombstone.created, clock) < wait_s
 
 
 def _age_s(created: str, clock: Callable[[], float]) -> float:

@@ -65,9 +65,9 @@ async def _what_is_there(backend: Backend) -> NotARun | Damaged | CannotTell:
         if not found:
             return NotARun(
                 f"{backend.url} is not a run",
-                found="nothing: the directory is empty or does not exist",
+                found="nothing: the place is empty or does not exist",
                 expected=names.RUN,
-                hint="Check the path; a run comes into being at its first save",
+                hint="Check the name; a run comes into being at its first save",
             )
         ours = await _traces(backend)
     except Permanent as error:
@@ -155,14 +155,17 @@ async def create_run(backend: Backend, *, chunk_bytes: int) -> RunRecord:
         raise NotARun(
             f"{backend.url} cannot become a run",
             found=error.found,
-            expected="a directory that this process can write",
-            hint="Check the path and its access rights",
+            expected="a place that this process can write to",
+            hint="Check the name and the access rights",
         ) from error
     return record
 
 
-async def read_incarnations(backend: Backend) -> list[IncarnationRecord]:
-    """All records, by number. Numbers start at 1 and have no gap: a missing record is Damaged."""
+async def read_incarnations(
+    backend: Backend, known: dict[int, IncarnationRecord] | None = None
+) -> list[IncarnationRecord]:
+    """All records, by number. Numbers start at 1 and have no gap: a missing record is Damaged. Those in ``known`` are
+    not read again, and what is read is added there: records never change."""
     numbers = await incarnation_numbers(backend)
     expected = range(1, len(numbers) + 1)
     missing = sorted(set(expected) - set(numbers))
@@ -176,8 +179,12 @@ async def read_incarnations(backend: Backend) -> list[IncarnationRecord]:
             name=name,
         )
 
+    records = {} if known is None else known
+
     async def one(number: int) -> IncarnationRecord:
-        return await read_incarnation(backend, number)
+        if number not in records:
+            records[number] = await read_incarnation(backend, number)
+        return records[number]
 
     return await each(numbers, one)
 

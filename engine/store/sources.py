@@ -20,8 +20,8 @@ from everstep.format.layout import Layout, decode, layout_hash
 from everstep.format.manifest import Manifest, RankRecord
 from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote, header_of
 
-from .asking import reading
-from .catalog import list_step, read_layout, read_numbered, read_vote
+from .asking import SMALL_BYTES_MAX, reading
+from .catalog import list_step, open_vote, read_layout, read_numbered
 from .flush import IMAGE_REGION, LAYOUT_REGION, META_REGION, image_names, read_meta
 
 if TYPE_CHECKING:
@@ -149,24 +149,17 @@ class DurableSource:
         return {record.name: record for record in (await self._vote(rank)).images}
 
     async def state(self, rank: int) -> bytes:
-        record = (await self.records(rank))[STATE_IMAGE]
-        await self.check_image(rank, STATE_IMAGE)
-        data = bytearray(record.nbytes)
-        await self.read_into(rank, STATE_IMAGE, 0, memoryview(data))
-        check_chunks(memoryview(data), 0, record, self.chunk_bytes, self.locate(rank, STATE_IMAGE))
-        return bytes(data)
+        record, name = (await self.records(rank))[STATE_IMAGE], self.locate(rank, STATE_IMAGE)
+        data = await self.explained(_read_whole(self.backend, name, record.nbytes))
+        check_chunks(memoryview(data), 0, record, self.chunk_bytes, name)
+        return data
 
     def has(self, rank: int, image: str) -> bool:
         return True
 
     async def check_image(self, rank: int, image: str) -> None:
         name = self.locate(rank, image)
-        expected = (await self.records(rank))[image].nbytes
-        found = await self.size(name)
-        if found != expected:
-            raise Damaged(
-                f"{name}: wrong size", found=f"{found} bytes", expected=f"{expected} bytes", name=name
-            )
+        check_size(name, await self.size(name), (await self.records(rank))[image].nbytes)
 
     async def size(self, name: str) -> int:
         """Size of one of the checkpoint's objects."""
@@ -198,16 +191,8 @@ class DurableSource:
     async def _read_vote(self, rank: int) -> tuple[bytes, Vote]:
         record, attempt = self._by_rank[rank], self.manifest.attempt
         name = names.vote(self.step, self.incarnation, attempt, rank)
-        with reading(self.backend, name):
-            found = await self.backend.size(name)
-        if found != record.vote_nbytes:
-            raise Damaged(
-                f"{name}: wrong size",
-                found=f"{found} bytes",
-                expected=f"{record.vote_nbytes} bytes",
-                name=name,
-            )
-        data, vote = await read_vote(self.backend, self.step, self.incarnation, attempt, rank)
+        data = await _read_whole(self.backend, name, record.vote_nbytes)
+        vote = open_vote(data, name, (self.step, self.incarnation, attempt, rank))
         check_vote(data, vote, record, self.manifest, name)
         return data, vote
 
@@ -391,6 +376,20 @@ async def _read_into(backend: Backend, name: str, offset: int, view: memoryview)
                 offset=offset,
             ) from error
         raise
+
+
+async def _read_whole(backend: Backend, name: str, nbytes: int) -> bytes:
+    """An object that must have ``nbytes``, in one request."""
+    with reading(backend, name):
+        data = await backend.read(name, max(SMALL_BYTES_MAX, 2 * nbytes))
+    check_size(name, len(data), nbytes)
+    return data
+
+
+def check_size(name: str, found: int, expected: int) -> None:
+    """Damaged unless the object has the size that its record says."""
+    if found != expected:
+        raise Damaged(f"{name}: wrong size", found=f"{found} bytes", expected=f"{expected} bytes", name=name)
 
 
 def check_vote(data: bytes, vote: Vote, record: RankRecord, manifest: Manifest, name: str) -> None:

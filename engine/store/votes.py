@@ -18,7 +18,7 @@ from everstep.errors import Damaged, UnknownFormat
 from everstep.format import names
 from everstep.format.gather import decode_gather, encode_gather, gather_bytes_max
 from everstep.format.table import Table, TableReader
-from everstep.format.vote import HEADER_BYTES, VoteHeader, header_of
+from everstep.format.vote import HEADER_BYTES, Vote, VoteHeader, header_of
 from everstep.plan.coverage import Coverage
 
 from .asking import SMALL_BYTES_MAX, each, reading, writing
@@ -78,9 +78,11 @@ async def read_headers(
     attempt: int,
     ranks: Sequence[int],
     gathers: Sequence[int],
+    whole: dict[int, Vote] | None = None,
 ) -> list[VoteHeader]:
     """The headers of the votes of ``ranks``, in that order: from ``gathers``, else from the votes themselves,
-    which are then read and proved whole. Raises NotFound, Damaged, UnknownFormat, CannotTell of a vote."""
+    which are then read and proved whole, and put into ``whole`` as far as they are few. Raises NotFound, Damaged,
+    UnknownFormat, CannotTell of a vote."""
 
     async def gathered(rank: int) -> list[VoteHeader]:
         try:
@@ -91,6 +93,8 @@ async def read_headers(
 
     async def alone(rank: int) -> VoteHeader:
         data, vote = await read_vote(backend, step, incarnation, attempt, rank)
+        if whole is not None and len(whole) < GATHER_WORLD_MIN:
+            whole[rank] = vote
         return header_of(vote, data)
 
     found = {header.rank: header for some in await each(gathers, gathered) for header in some}

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from everstep.agent import link, protocol
 from everstep.agent.main import run
@@ -21,12 +23,12 @@ def main() -> None:
     protocol.PROTOCOL += wishes.get("protocol", 0)
     assert link.protocol is protocol
 
-    def faulty(url: str) -> Backend:
+    def faulty(url: str, options: Mapping[str, Any]) -> Backend:
         script = []
         for fault in wishes.get("faults", []):
             kind = getattr(errors, fault.pop("error"))
             script.append(Fault(**fault, error=lambda name, kind=kind: kind(name, "scripted")))
-        return Faulty(open_backend(url), script)
+        return Faulty(open_backend(url, options=options), script)
 
     run(settings, ready=os.dup(1), open_backend=faulty)
 

@@ -11,7 +11,7 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -189,8 +189,8 @@ class Storage:
     script: list[Fault] = field(default_factory=list)
     made: list[Faulty] = field(default_factory=list)
 
-    def open(self, url: str) -> Backend:
-        backend = Faulty(open_backend(url, shared=True))
+    def open(self, url: str, options: Mapping[str, Any]) -> Backend:
+        backend = Faulty(open_backend(url, shared=True, options=options))
         backend.script = self.script
         self.made.append(backend)
         return backend

@@ -362,7 +362,7 @@ def test_options_that_cannot_be_used(root: Path, options: dict[str, object]) -> 
 
 
 def test_roots_that_are_no_run(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(errors.NotARun, match="no such directory"):
+    with pytest.raises(errors.NotARun, match="does not exist"):
         everstep.load(root)
     root.mkdir()
     with pytest.raises(errors.NotARun):

@@ -234,6 +234,61 @@ def test_without_any_agent_training_goes_on_unguarded(root: Path, nodes: list[st
     assert said == [["True False", "True True"], ["False True", "True True"]]
 
 
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(("stopped", "flushes"), [(0, False), (0, True), (1, False)])
+def test_training_waits_for_its_own_agent_no_longer_than_it_says(
+    root: Path, nodes: list[str], job: Job, stopped: int, flushes: bool
+) -> None:
+    """One that is stopped, and wakes up again, at rest or while it flushes, the hub's or another's; nor for those of
+    other nodes that want it."""
+    wait_s = 2.0
+
+    def body(rank: int, ckpt: everstep.Checkpointer, say: Say) -> None:
+        values = contents(rank, 0)
+        state = state_with(values)
+        step, longest = 0, 0.0
+
+        def train(on: Callable[[], object]) -> None:
+            nonlocal step, longest
+            while not ckpt._ranks or not ckpt._ranks.agree("stepping", on(), timeout_s=WAIT_S)[stopped]:
+                step += 1
+                values.update(contents(rank, step))
+                began = time.monotonic()
+                ckpt.step(step, state)
+                longest = max(longest, time.monotonic() - began)
+
+        def guarded() -> bool:
+            assert ckpt._session is not None
+            return ckpt._session._tier.guarded
+
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            train(lambda: step >= 3)
+            agent = ckpt.agent_pid
+            assert agent is not None
+            if rank == stopped:
+                os.kill(agent, signal.SIGSTOP)
+            if flushes:
+                ckpt.save(step, state)
+            longest = 0.0
+            train(lambda: not guarded())
+            say(longest > wait_s / 2 and longest < wait_s + 1.5, round(longest, 1))
+            at, longest = step, 0.0
+            train(lambda: step >= at + 3)
+            say(longest < wait_s + 1.5, round(longest, 1))
+            if rank == stopped:
+                os.kill(agent, signal.SIGCONT)
+            train(guarded)
+            texts = [str(one.message) for one in heard]
+            say(rank != stopped or any("no answer of an agent for 2 s" in text for text in texts), "heard")
+        ckpt.close(flush=False)
+
+    memory = everstep.Memory(replicas=1, replica_timeout_s=wait_s)
+    policy = {"snapshot_every": 1, "rank_timeout_s": 60.0}
+    said = job.run(nodes[:2], body, memory=memory, agent="process", policy=policy)
+    assert [line.split()[0] for lines in said for line in lines] == ["True"] * 6, said
+
+
 def test_the_trainer_waits_for_protection(tmp_path: Path) -> None:
     """At most so many snapshots without it as there are slots above three; late copies let it be one more."""
     place = locate(tmp_path / "run", node="here")

@@ -4,7 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.facade.conftest import forked, node
+
 from .server import S3Server, running_server
+
+__all__ = ["forked", "node"]
 
 
 @pytest.fixture(scope="session")
