@@ -64,6 +64,7 @@ async def collect_leftovers(
     limit = clock() - older_than_s
     written = await _written(backend, whatever_the_age=older_than_s <= 0)
     spared: dict[tuple[int, int], str] = {}
+    old: set[tuple[int, int]] = set()
     decided: set[tuple[int, int, int | None]] = set()
     for found in await list_steps(backend, empty=True):
         decided.update((*found.place, number) for number in found.decisions)
@@ -74,10 +75,13 @@ async def collect_leftovers(
             spared[found.place] = YOUNG
         elif found.incarnation in living and is_open:
             spared[found.place] = LIVING
-        if found.place in spared:
-            report.kept += [
-                (names.attempt_dir(*found.place, attempt), spared[found.place]) for attempt in is_open
-            ]
+        why = spared.get(found.place)
+        if why is None and is_open and not backend.capabilities.atomic_create:
+            why = "this storage cannot give it up: it has no atomic create-if-absent"
+        if why is None:
+            old.add(found.place)
+        else:
+            report.kept += [(names.attempt_dir(*found.place, attempt), why) for attempt in is_open]
 
     async def never() -> bool:
         return False
@@ -88,7 +92,7 @@ async def collect_leftovers(
         RetentionPlan((), ()),
         is_superseded=never,
         is_gone=lambda incarnation: incarnation in records and incarnation not in living,
-        among=lambda found: found.place not in spared,
+        among=lambda found: found.place in old,
     )
     report.attempts, report.removed, report.freed_bytes = done.collected, done.removed, done.freed_bytes
     report.kept += [(names.checkpoint_dir(key[1], key[0]), why) for key, why in done.kept]

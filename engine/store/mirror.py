@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from everstep.backends.api import Backend, Notes
-from everstep.backends.errors import Conflict, NotFound
+from everstep.backends.errors import Conflict, NotFound, Permanent
 from everstep.backends.points import reach
 from everstep.errors import Damaged, NoCheckpoint, NotARun, RunError, SaveAbandoned, SaveFailed
 from everstep.format import names
@@ -398,14 +398,23 @@ async def put_new(target: Backend, name: str, data: bytes) -> bool:
         there = await _read(target, name)
     except NotFound:
         with writing(target, name):
-            if target.capabilities.atomic_create:
-                await target.create(name, data)
-            else:
-                await target.write(name, data)
+            await _put(target, name, data)
         return True
     if there != data:
         raise Conflict(name, "exists already, with other bytes")
     return False
+
+
+async def _put(target: Backend, name: str, data: bytes) -> None:
+    if target.capabilities.atomic_create:
+        try:
+            await target.create(name, data)
+            return
+        except Permanent:
+            if target.capabilities.atomic_create:
+                raise
+            # The storage found out only now that it cannot.
+    await target.write(name, data)
 
 
 async def _read(backend: Backend, name: str) -> bytes:

@@ -75,11 +75,14 @@ async def findings(backend: Backend) -> list[Finding]:
 
 
 class WithoutCreate(Wrapper):
-    """A store that cannot create atomically."""
+    """A store that cannot create atomically, and finds that out when it is asked to."""
+
+    tried = False
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(atomic_create=False, shared=True)
+        return Capabilities(atomic_create=not self.tried, shared=True)
 
     async def create(self, name: str, data: bytes) -> None:
+        self.tried = True
         raise Permanent(name, "no atomic create here")

@@ -230,6 +230,20 @@ def test_a_checkpoint_that_lacks_only_its_manifest_stays(tmp_path: Path) -> None
     on_run(tmp_path, work)
 
 
+def test_storage_that_cannot_decide_keeps_attempts_and_loses_unfinished_files(tmp_path: Path) -> None:
+    async def work(backend: LocalBackend) -> None:
+        await store_kit.flush(backend, 1, 0)
+        await unfinished(backend, names.image(1, 1, 1, 1, "model"))
+        plain = kit.WithoutCreate(backend)
+        plain.tried = True
+        report = await collect_leftovers(plain, clock=lambda: time.time() + LATER)
+        assert not report.attempts and len(report.temporaries) == 1
+        assert "no atomic create" in dict(report.kept)[names.attempt_dir(1, 1, 1)]
+        assert (tmp_path / "run" / names.vote(1, 1, 1, 0)).exists()
+
+    on_run(tmp_path, work)
+
+
 def test_what_has_no_record_or_cannot_be_read_stays(tmp_path: Path) -> None:
     async def work(backend: LocalBackend) -> None:
         await store_kit.flush(backend, 1, 0)
