@@ -28,6 +28,7 @@ OLDER_THAN_S = 3600.0
 """What was written to later than this is left alone by default; longer than any commit may take."""
 
 YOUNG = "it was written to not long ago"
+LIVING = "its incarnation may be at work"
 
 
 @dataclass(slots=True)
@@ -62,19 +63,24 @@ async def collect_leftovers(
     report = Collected()
     limit = clock() - older_than_s
     written = await _written(backend, whatever_the_age=older_than_s <= 0)
-    old: set[Key] = set()
+    spared: dict[tuple[int, int], str] = {}
+    old: set[tuple[int, int]] = set()
+    decided: set[tuple[int, int, int | None]] = set()
     for found in await list_steps(backend, empty=True):
+        decided.update((*found.place, number) for number in found.decisions)
         is_open = [attempt for attempt in found.attempts if attempt not in found.decisions]
-        why = ""
         if found.incarnation not in records:
-            why = "the record of its incarnation is missing"
+            spared[found.place] = "the record of its incarnation is missing"
         elif written.get(found.place, -math.inf) > limit:
-            why = YOUNG
+            spared[found.place] = YOUNG
         elif found.incarnation in living and is_open:
-            why = "its incarnation may be at work"
+            spared[found.place] = LIVING
+        why = spared.get(found.place)
+        if why is None and is_open and not backend.capabilities.atomic_create:
+            why = "this storage cannot give it up: it has no atomic create-if-absent"
+        if why is None:
+            old.add(found.place)
         else:
-            old.add(found.key)
-        if why:
             report.kept += [(names.attempt_dir(*found.place, attempt), why) for attempt in is_open]
 
     async def never() -> bool:
@@ -86,11 +92,20 @@ async def collect_leftovers(
         RetentionPlan((), ()),
         is_superseded=never,
         is_gone=lambda incarnation: incarnation in records and incarnation not in living,
-        among=lambda found: found.key in old,
+        among=lambda found: found.place in old,
     )
     report.attempts, report.removed, report.freed_bytes = done.collected, done.removed, done.freed_bytes
     report.kept += [(names.checkpoint_dir(key[1], key[0]), why) for key, why in done.kept]
-    await _discard(target, report, old, limit, whatever_the_age=older_than_s <= 0)
+
+    def why_kept(item: Item) -> str:
+        place = _place(item.name)
+        if place is not None and place[:2] in spared:
+            return spared[place[:2]]
+        if place is not None and place[1] in living and place not in decided:
+            return LIVING  # on object stores unfinished uploads may be all there is of an attempt
+        return YOUNG if _at(item, older_than_s <= 0) > limit else ""
+
+    await _discard(target, report, why_kept)
     return report
 
 
@@ -101,7 +116,8 @@ async def _written(backend: Backend, *, whatever_the_age: bool) -> dict[tuple[in
     def see(item: Item) -> None:
         place = _place(item.name)
         if place is not None:
-            found[place] = max(found.get(place, -math.inf), _at(item, whatever_the_age))
+            key = place[:2]
+            found[key] = max(found.get(key, -math.inf), _at(item, whatever_the_age))
 
     with reading(backend, names.CHECKPOINTS):
         async for item in backend.list(names.CHECKPOINTS):
@@ -118,25 +134,25 @@ def _at(item: Item, whatever_the_age: bool) -> float:
     return -math.inf if whatever_the_age else math.inf
 
 
-def _place(name: str) -> tuple[int, int] | None:
-    """The checkpoint, as (step, incarnation), in whose directory an object or a temporary lies."""
+def _place(name: str) -> tuple[int, int, int | None] | None:
+    """The checkpoint, as (step, incarnation), and the attempt if there is one, in whose directory ``name`` lies."""
     pieces = name.split("/")
     if len(pieces) < 4 or pieces[0] != names.CHECKPOINTS:
         return None
     step, incarnation = names.parse_step(pieces[1]), names.parse_incarnation(pieces[2])
-    return None if step is None or incarnation is None else (step, incarnation)
+    return (
+        None if step is None or incarnation is None else (step, incarnation, names.parse_attempt(pieces[3]))
+    )
 
 
-async def _discard(
-    backend: Backend, report: Collected, old: set[Key], limit: float, *, whatever_the_age: bool
-) -> None:
-    """Remove temporaries and uploads that are old; of checkpoints only where all of the checkpoint is."""
+async def _discard(backend: Backend, report: Collected, why_kept: Callable[[Item], str]) -> None:
+    """Remove temporaries and uploads, but for those that there is a reason to keep."""
     with reading(backend, ""):
         items = await backend.leftovers("")
     for item in items:
-        place = _place(item.name)
-        if (place is not None and (place[1], place[0]) not in old) or _at(item, whatever_the_age) > limit:
-            report.kept.append((item.name, YOUNG if place is None else "its checkpoint may be at work"))
+        why = why_kept(item)
+        if why:
+            report.kept.append((item.name, why))
         else:
             report.temporaries.append(item)
     with writing(backend, ""):

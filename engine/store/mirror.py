@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from everstep.backends.api import Backend, Notes
-from everstep.backends.errors import Conflict, NotFound
+from everstep.backends.errors import Conflict, NotFound, Permanent
 from everstep.backends.points import reach
 from everstep.errors import Damaged, NoCheckpoint, NotARun, RunError, SaveAbandoned, SaveFailed
 from everstep.format import names
@@ -262,7 +262,7 @@ class _Share:
         name = names.vote(*place)
         reach("mirror.vote.before", name)
         try:
-            await put_new(self.target, name, data)
+            new = await put_new(self.target, name, data)
         except Conflict:
             if self.mending:
                 with writing(self.target, name, step=self.manifest.step, rank=self.rank):
@@ -279,7 +279,7 @@ class _Share:
                 rank=self.rank,
             ) from None
         reach("mirror.vote.after", name)
-        return sent + len(data)
+        return sent + (len(data) if new else 0)
 
     async def _layout(self, durable: DurableSource, hash_text: str) -> int:
         """Layouts are shared by all checkpoints: one that is there stays, unless it is damaged."""
@@ -426,21 +426,30 @@ async def _copy_record(source: Backend, target: Backend, name: str) -> None:
         ) from None
 
 
-async def put_new(target: Backend, name: str, data: bytes) -> None:
-    """Put a small object where its name is free, or equal bytes are there. Raises Conflict where others are;
-    SaveFailed, StorageFull. Where ``target`` cannot create atomically, whoever is last wins a race."""
-    if target.capabilities.atomic_create:
-        with writing(target, name):
-            await target.create(name, data)
-        return
+async def put_new(target: Backend, name: str, data: bytes) -> bool:
+    """Put a small object unless it is there; whether it was not. Raises Conflict where other bytes have its name,
+    SaveFailed, StorageFull, CannotTell. Where ``target`` cannot create atomically, whoever is last wins a race."""
     try:
         there = await _read(target, name)
     except NotFound:
         with writing(target, name):
-            await target.write(name, data)
-        return
+            await _put(target, name, data)
+        return True
     if there != data:
         raise Conflict(name, "exists already, with other bytes")
+    return False
+
+
+async def _put(target: Backend, name: str, data: bytes) -> None:
+    if target.capabilities.atomic_create:
+        try:
+            await target.create(name, data)
+            return
+        except Permanent:
+            if target.capabilities.atomic_create:
+                raise
+            # The storage found out only now that it cannot.
+    await target.write(name, data)
 
 
 async def _read(backend: Backend, name: str) -> bytes:
