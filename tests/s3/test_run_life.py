@@ -14,6 +14,7 @@ from everstep import errors
 from everstep.agent import spawn
 from everstep.agent.asking import ask_status
 from everstep.agent.values import AgentSettings
+from everstep.oneshot import _closing as closing
 from everstep.places import Place, locate
 from everstep.session import agent_settings
 from everstep.store.blocking import run_blocking
@@ -139,7 +140,8 @@ def test_an_agent_with_dead_keys_takes_those_of_the_trainer_that_comes(s3_server
     everstep.save(url, 1, state, storage_options=s3_server.storage_options)
     dead = locate(url, options={**s3_server.storage_options, "secret": "expired"})
     good = locate(url, options=s3_server.storage_options)
-    run = run_blocking(open_run(good.open()))
+    with closing(good.open()) as backend:
+        run = run_blocking(open_run(backend))
     start = spawn.start(agent_settings(dead, kit.policy(**kit.OPTIONS), run.run_id, run.chunk_bytes))
     assert until(start.look, "the agent has started") == "ready"
     start.close()
