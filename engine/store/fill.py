@@ -8,6 +8,7 @@ cannot be read, is fetched from the next source that holds the same image.
 from __future__ import annotations
 
 import asyncio
+import os
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,9 @@ read. With
 
 PIECE_BYTES = 8 << 20
 """One read of a durable tier; one chunk where chunks are larger."""
+
+MAPPED_PIECE_BYTES = 32 << 20
+"""A piece of what lies in memory already: it takes no buffer, and fewer are handed from thread to thread."""
 
 HOT_BYTES = 1 << 20
 """Hashed and then copied at once (whole chunks): what a core's cache holds."""
@@ -128,7 +132,7 @@ async def fill(
     _check_sources(sources)
     report = FillReport()
     pieces = _pieces(await images_of(sources, reads, report, headers=headers), piece_bytes)
-    with ThreadPoolExecutor(parallel, thread_name_prefix="everstep-fill") as pool:
+    with ThreadPoolExecutor(_threads(parallel), thread_name_prefix="everstep-fill") as pool:
         workers = [
             asyncio.ensure_future(_work(pieces, targets, pool, report, piece_bytes)) for _ in range(parallel)
         ]
@@ -142,6 +146,11 @@ async def fill(
         if source.label in report.read_bytes:
             await source.confirm()
     return report
+
+
+def _threads(parallel: int) -> int:
+    """For hashing and copying, which a core does one of at a time. Reading waits elsewhere."""
+    return min(parallel, len(os.sched_getaffinity(0)))
 
 
 def _check_sources(sources: Sequence[Source]) -> None:
@@ -255,8 +264,10 @@ def _worst(failed: Sequence[tuple[Source, EverstepError]]) -> EverstepError:
 
 def _pieces(images: Sequence[Image], piece_bytes: int) -> Iterator[_Piece]:
     for image in images:
-        chunk_bytes = image.holders[0].chunk_bytes
-        step = max(piece_bytes // chunk_bytes, 1) * chunk_bytes
+        holder = image.holders[0]
+        mapped = holder.mapped(image.rank, image.name) is not None
+        chunk_bytes = holder.chunk_bytes
+        step = max((MAPPED_PIECE_BYTES if mapped else piece_bytes) // chunk_bytes, 1) * chunk_bytes
         spans = [(at, min(at + step, end)) for begin, end in image.ranges() for at in range(begin, end, step)]
         yield from _with_reads(image, spans)
 
