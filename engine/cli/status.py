@@ -56,8 +56,8 @@ Example:
 def status(run: str, memory: Path, wait_s: float | None, as_json: bool) -> None:
     """Show who is alive in RUN, a directory or URL, and the newest step in each tier.
 
-    Ranks on this node are seen in its memory; those of other nodes in the beacons that their agents leave in the run,
-    which takes two looks. Reads only. "Last step" is the newest one that the trainer finished, and how long
+    Ranks on this node are seen in its memory; those of other nodes in the beacons that their agents leave in the
+    run, which takes two looks. Reads only. "Last step" is the newest one that the trainer finished, and how long
     ago: a trainer that hangs still beats, while its last step grows old. Spare nodes are listed where an agent of the
     job runs on this node: as that one sees them. Ages with ">" are those of a node that says nothing more, and grow
     only while it is watched.
