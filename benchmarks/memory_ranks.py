@@ -26,6 +26,7 @@ from everstep.memory.directory import find_arenas
 from everstep.memory.header import Kind
 from everstep.places import locate
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from .common import Mismatch, Samples, in_turn
 from .floors import Buffer, CopyFloor
@@ -37,6 +38,8 @@ WARM_UP = 4
 """Snapshots before the first that counts: each slot is written once, on both nodes, and one again."""
 SMALL_BYTES = 1 << 20
 SEED = 11
+MEET_S = 120.0
+MEET_POLL_S = 0.01
 PROTECTED_S = 120.0
 POLL_S = 0.0005
 PIECE_BYTES = 8 << 20
@@ -225,13 +228,30 @@ class Training(Rank):
             os.sched_setaffinity(int(task), cores)
 
 
+def _store(config: Config) -> TCPStore:
+    """The job's store, as launchers have it: over TCP. One in a file makes whoever waits sleep for 10 ms each time."""
+    path = Path(config.store)
+    if config.rank == 0:
+        store = TCPStore("127.0.0.1", 0, len(NODES), True, TIMEOUT, wait_for_workers=False)
+        unfinished = path.with_name(f"{path.name}.new")
+        unfinished.write_text(str(store.port))
+        unfinished.rename(path)
+        return store
+    until = time.monotonic() + MEET_S
+    while not path.exists():
+        if time.monotonic() > until:
+            raise TimeoutError(f"rank 0 told no port within {MEET_S:g} s")
+        time.sleep(MEET_POLL_S)
+    return TCPStore("127.0.0.1", int(path.read_text()), len(NODES), False, TIMEOUT)
+
+
 class Pair(Rank):
     """Two ranks on two nodes."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         dist.init_process_group(
-            "gloo", init_method=f"file://{config.store}", rank=config.rank, world_size=2, timeout=TIMEOUT
+            "gloo", store=_store(config), rank=config.rank, world_size=len(NODES), timeout=TIMEOUT
         )
         torch.manual_seed(SEED)
         self.first = config.rank == 0

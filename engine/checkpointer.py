@@ -28,13 +28,14 @@ from .format.records import (
     encode_run,
 )
 from .former import agents_address, kept_arenas
-from .guarding import Protection, domain_of, elsewhere, reachable
+from .guarding import Protection, compare_wishes, domain_of, elsewhere, reachable
 from .handles import SaveHandle
 from .loading import Loader, Recovery
 from .memory.arena import Arena
 from .memorytier import MemoryTier, Room
 from .nodes import node_of
 from .opening import Origin, begin_incarnation
+from .peers.secret import run_secret
 from .places import locate
 from .plan.parity import fit
 from .plan.placement import Node
@@ -386,6 +387,7 @@ class Checkpointer:
         copies = Copies.on(ranks.rank, self._nodes, self._holders)
 
         def reserve() -> None:
+            run_secret()  # one that cannot be read is told, though this job may do without
             given = self._memory.bytes if self._memory is not None else None
             run = find_run(self._backend)
             tier.reserve(
@@ -415,16 +417,12 @@ class Checkpointer:
             self._agents_address() if memory is not None and memory.spares else None,
         ]
         told = ranks.agree("comparing nodes", mine, timeout_s=self._policy.rank_timeout_s)
-        for at, name in enumerate(("replicas", "parity", "spares"), 1):
-            if any(one[at] != told[0][at] for one in told):
-                raise BadOption(
-                    f"Memory({name}=) differs between the ranks",
-                    found={rank: one[at] for rank, one in enumerate(told)},
-                    expected="the same on all ranks",
-                )
+        compare_wishes([one[1:4] for one in told])
+        unreached: dict[str, str] = {}
         if memory is not None and memory.spares:
             spares = elsewhere(memory.spares, [one[5] for one in told if one[5]])
-            memory = replace(memory, spares=self._spares(ranks, spares))
+            unreached = self._unreached(ranks, spares)
+            memory = replace(memory, spares=tuple(one for one in spares if one not in unreached))
         nodes = [one[0] for one in told]
         wanted = memory.copies if memory is not None else 0
         others = len(set(nodes)) - 1 + len(memory.spares if memory is not None else ())
@@ -442,7 +440,7 @@ class Checkpointer:
         self._nodes, self._copies = nodes, min(wanted, others)
         if memory is not None:
             domains = dict(reversed([(one[0], one[4]) for one in told]))
-            self._protection = Protection(memory, nodes, self._copies, domains)
+            self._protection = Protection(memory, nodes, self._copies, domains, tuple(unreached.items()))
             self._protection.check_agent(self._agent)
             self._holders = self._protection.holders()
 
@@ -452,24 +450,23 @@ class Checkpointer:
             return agents_address(settings) if settings is not None else None
         return None
 
-    def _spares(self, ranks: Ranks, given: Sequence[str]) -> tuple[str, ...]:
-        """Those that are there, as rank 0 finds them."""
+    def _unreached(self, ranks: Ranks, given: Sequence[str]) -> dict[str, str]:
+        """By address the spare nodes that are not there, and why, as rank 0 finds them."""
 
         def look() -> Any:
             # A spare node listens once there is a run: of a new one they are expected to come.
-            return reachable(given) if find_run(self._backend) is not None else (list(given), [])
+            run = find_run(self._backend)
+            return reachable(given, run.run_id, self._place.node) if run is not None else []
 
-        found, problems = ranks.from_first(
-            "looking for spare nodes", look, timeout_s=self._policy.rank_timeout_s
-        )
-        if problems and ranks.rank == 0:
-            told = "; ".join(problems)
+        told = ranks.from_first("looking for spare nodes", look, timeout_s=self._policy.rank_timeout_s)
+        if told and ranks.rank == 0:
+            text = "; ".join(why for _, why in told)
             warnings.warn(
-                f"everstep: spare nodes cannot be reached, and keep nothing: {told}",
+                f"everstep: spare nodes cannot be reached, and keep nothing: {text}",
                 RuntimeWarning,
                 stacklevel=3,
             )
-        return tuple(found)
+        return dict(told)
 
     def _writing(self, state: TrainState | Mapping[str, Any]) -> Session:
         session = self._begin(TrainState.of(state))

@@ -27,6 +27,8 @@ from .store.runs import open_run, read_incarnations
 COMMIT_GRACE_S = 2.0
 """How long a reader waits for the manifest of an attempt whose votes are all in."""
 COMMIT_POLL_S = 0.05
+STEPS_TOLD_MAX = 10
+"""How many steps are named to whoever asks for one that is not there."""
 
 FALL_BACK = (Damaged, Pruned)
 """Errors of a checkpoint itself, after which an older one is tried. Others (a state that does not fit, storage
@@ -132,6 +134,14 @@ class Proposals:
                     world=self.record(key[0]).world,
                 )
         return None
+
+    def steps(self) -> list[int]:
+        """The newest steps that count and are whole, newest first; of at most STEPS_TOLD_MAX keys."""
+        found: dict[int, None] = {}
+        for key in sorted(self._counting, reverse=True)[:STEPS_TOLD_MAX]:
+            if key in self._in_memory or is_durable(self._backend, key):
+                found[key[1]] = None
+        return list(found)
 
     def lost(self, chosen: Candidate | None) -> list[str]:
         """What is newer than ``chosen`` in memory, but lacks ranks; told once."""

@@ -15,9 +15,11 @@ from typing import Any
 
 from .agent.client import AgentClient
 from .agent.protocol import Guarding
-from .errors import BadOption
+from .errors import BadOption, PeerLost
 from .memorytier import MemoryTier
 from .peers.address import own_address, split_address
+from .peers.duties import SPARE_PAUSE_S, SPARE_S
+from .peers.link import connect
 from .peers.nodemap import NodeMap, PeerNode, encode_map
 from .peers.secret import SECRET, SECRET_BYTES, SECRET_FILE, run_secret
 from .plan.placement import Node, holders, node_map
@@ -25,9 +27,6 @@ from .policy import Memory, Policy
 from .ranks import Ranks
 
 DOMAIN = "EVERSTEP_DOMAIN"
-SPARE_S = 10.0
-"""How long a spare node may take to answer when the job looks for it."""
-SPARE_PAUSE_S = 0.2
 SHARE = 0.5
 """The part of the wait for a slot that protection may take: training must go on without it before that ends."""
 
@@ -35,12 +34,14 @@ SHARE = 0.5
 @dataclass(frozen=True)
 class Protection:
     """What is to be done for this job. ``nodes`` are those of all ranks, ``copies`` how many lost nodes are to be
-    survived, as far as there are nodes; ``domains`` by node what it shares the fate of."""
+    survived, as far as there are nodes; ``domains`` by node what it shares the fate of; ``unreached`` spare nodes that
+    are not there, and why."""
 
     memory: Memory
     nodes: Sequence[str]
     copies: int
     domains: Mapping[str, str]
+    unreached: Sequence[tuple[str, str]] = ()
 
     @property
     def wanted(self) -> bool:
@@ -66,23 +67,48 @@ class Protection:
             )
 
 
-def reachable(spares: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Which of the spare nodes' addresses answer within ``SPARE_S``, and what is wrong with the others. A spare node
-    that is down must not keep a job from starting again; one that is just being started is waited for."""
+WISHES = ("replicas", "parity", "spares")
+
+
+def compare_wishes(told: Sequence[Sequence[Any]]) -> None:
+    """``told``: by rank what it wants of WISHES. Raises BadOption that names all that differs."""
+    differing = [at for at in range(len(WISHES)) if any(one[at] != told[0][at] for one in told)]
+    if differing:
+        names = " and ".join(f"Memory({WISHES[at]}=)" for at in differing)
+        raise BadOption(
+            f"{names} {'differs' if len(differing) == 1 else 'differ'} between the ranks",
+            found={
+                rank: one[differing[0]] if len(differing) == 1 else {WISHES[at]: one[at] for at in differing}
+                for rank, one in enumerate(told)
+            },
+            expected="the same on all ranks",
+        )
+
+
+def reachable(spares: Sequence[str], run_id: str, me: str) -> list[tuple[str, str]]:
+    """The spare nodes' addresses at which no spare node of this run answers within ``SPARE_S``, and why. One that is
+    down, or has another secret, must not keep a job from starting again; one that is just being started is waited for.
+    Where there is no secret, none is looked for. BadOption if the secret cannot be read."""
+    secret = run_secret()
+    if secret is None:
+        return []
     until = time.monotonic() + SPARE_S
-    found: set[str] = set()
+    waiting = list(spares)
     problems: dict[str, str] = {}
-    while missing := [spare for spare in spares if spare not in found]:
-        for spare in missing:
+    while waiting:
+        for spare in list(waiting):
             try:
-                socket.create_connection(split_address(spare), SPARE_S).close()
-                found.add(spare)
-            except OSError as error:
-                problems[spare] = f"{spare}: {error}"
-        if len(found) == len(spares) or time.monotonic() >= until:
+                connect(*split_address(spare), secret, run_id, me=me, timeout_s=SPARE_S).close()
+                problems.pop(spare, None)
+                waiting.remove(spare)
+            except PeerLost as error:
+                problems[spare] = str(error)
+                if error.fields.get("stranger"):
+                    waiting.remove(spare)
+        if time.monotonic() >= until:
             break
-        time.sleep(SPARE_PAUSE_S)
-    return [one for one in spares if one in found], [problems[one] for one in spares if one not in found]
+        time.sleep(SPARE_PAUSE_S if waiting else 0.0)
+    return [(spare, problems[spare]) for spare in spares if spare in problems]
 
 
 def elsewhere(spares: Sequence[str], here: Collection[str]) -> list[str]:
@@ -157,7 +183,7 @@ def addressed(wish: Protection, told: Sequence[Any]) -> NodeMap:
         found.append(PeerNode(_text(place.name, names), host, port, place.domain, place.ranks, rooms))
     for spare in wish.memory.spares:
         found.append(PeerNode(spare, *split_address(spare), spare=True))
-    return NodeMap(tuple(found), wish.copies, wish.memory.parity)
+    return NodeMap(tuple(found), wish.copies, wish.memory.parity, tuple(wish.unreached))
 
 
 def _text(name: str, names: Sequence[str]) -> str:

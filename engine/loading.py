@@ -85,6 +85,8 @@ class Loader:
         self._writes = writes
         self._skipped: list[str] = []
         self._only_pruned = True
+        self._steps: list[int] = []
+        """What is there instead of the step that was asked for."""
 
     def load(
         self,
@@ -100,7 +102,7 @@ class Loader:
         run = self._agree_on_run()
         if run is None:
             if step is not None:
-                raise _no_such_step(step, self._backend.url)
+                raise _no_such_step(step, self._backend.url, [])
             return None
         proposals = self._proposals(run, step)
         looks = 1
@@ -199,7 +201,7 @@ class Loader:
             problems, proposals.problems = proposals.problems, []
             lost = proposals.lost(candidate)
             if candidate is None:
-                return [None, None, problems, lost]
+                return [None, None, problems, lost, proposals.steps()]
             before = proposals.record(candidate.incarnation).config
             changes = check_config(before, config, reason=reason, step=candidate.step)
             wire = [
@@ -209,9 +211,9 @@ class Loader:
                 candidate.on_disk,
                 candidate.world,
             ]
-            return [wire, changes, problems, lost]
+            return [wire, changes, problems, lost, []]
 
-        wire, changes, problems, lost = self._ranks.from_first(
+        wire, changes, problems, lost, self._steps = self._ranks.from_first(
             "choosing a step", propose, timeout_s=self._timeout_s
         )
         for problem in problems:
@@ -227,7 +229,7 @@ class Loader:
     def _nothing(self, step: int | None) -> None:
         """There is no candidate (left). A fresh start only if there never was one."""
         if step is not None and (not self._skipped or self._only_pruned):
-            raise _no_such_step(step, self._backend.url)
+            raise _no_such_step(step, self._backend.url, self._steps)
         if self._skipped and self._only_pruned:
             raise Pruned(
                 "every checkpoint was removed while it was about to be read",
@@ -276,11 +278,13 @@ def open_durable(backend: Backend, run: RunRecord, key: Key) -> DurableSource:
     return DurableSource(backend, run_blocking(read()), run.chunk_bytes)
 
 
-def _no_such_step(step: int, url: str) -> NoCheckpoint:
+def _no_such_step(step: int, url: str, steps: Sequence[int]) -> NoCheckpoint:
+    """``steps``: the newest ones that are there."""
+    newest = ", ".join(map(str, steps)) or "none"
     return NoCheckpoint(
         f"no checkpoint of step {step} at {url}",
-        found="nothing that counts for it",
+        found=f"nothing that counts for it; the newest steps that can be loaded: {newest}",
         expected="a committed checkpoint, or a snapshot in memory",
-        hint="`everstep ls` shows what is there.",
+        hint="`everstep ls` shows what is on disk.",
         step=step,
     )

@@ -39,6 +39,9 @@ WRITES_PER_S_MAX = 20.0
 SWEEP_AFTER = 10
 """Beacons of an earlier incarnation that stood still for this many of ours are a lost node's, and go."""
 
+BOOT_CHARS = 8
+"""Of the boot's id, enough to tell hosts apart."""
+
 CLOSE_S = 5.0
 """For taking the beacon back at the end, where storage may not answer."""
 
@@ -163,8 +166,8 @@ class Beacons:
         await backend.delete([name])
 
     def _name_of(self, beacon: Beacon) -> str:
-        """Of the node; where each trainer is its own agent, of the rank."""
-        key = self._service.settings.run_key
+        """Of the node, which another host may be called as well; where each trainer is its own agent, of the rank."""
+        key = f"{self._service.settings.run_key}-{self._me.boot[:BOOT_CHARS]}"
         if self._service.inline and beacon.ranks:
             key = f"{key}-{beacon.ranks[0].rank:05d}"
         elif self._service.inline:

@@ -153,7 +153,12 @@ class Protection:
             await self._listen(host, port, secret, run_id)
             assert self._listener is not None
             if port and self._listener.port != port:
-                raise PeerLost("the port is taken", found=self._listener.port, expected=port)
+                raise PeerLost(
+                    f"port {port} of {host} is taken",
+                    found="another program that listens there",
+                    expected="a free port",
+                    hint="End that program, or name another port: --listen HOST:PORT, and in the trainers' spares=",
+                )
             node = PeerNode(self._service.settings.node, host, port, spare=True)
             alone = encode_map(NodeMap((node,), copies=0))
             self._spare = GuardEntry(alone, 0, run_id, 0, secret, host, port, str(arenas), 0, None, 1.0, 1.0)

@@ -3,6 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
+import datetime
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 LOOK_S_MAX = 60.0
 """However long a run's own timeout is: a beacon is not watched for longer."""
 LOOK_PAUSE_S = 0.25
+YOUNG_INTERVALS = 3
+"""Of beacons: by then each node of an incarnation has said something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class SeenRank:
     source: str
     found: BeaconRank
     signs: Signs
+    passed_s: float | None
+    """How long ago ``found`` was said, at least; None: it is what stands now."""
     state: State
     why: str
 
@@ -60,6 +65,8 @@ class Sight:
     survey: Survey | None
     nodes: list[SeenNode] = field(default_factory=list)
     ranks: dict[int, SeenRank] = field(default_factory=dict)
+    spares: list[dict[str, Any]] = field(default_factory=list)
+    """The job's spare nodes, as this node's agent says: ``spare`` (the address), ``reached``, ``step``, ``error``."""
     problems: list[str] = field(default_factory=list)
 
     def health(self) -> Health:
@@ -67,7 +74,24 @@ class Sight:
 
         found = health({rank: (seen.state, seen.signs) for rank, seen in self.ranks.items()}, self.world)
         blind = self.survey is None and found is not Health.SUSPECT
+        if found is Health.CANNOT_TELL and not blind and self._is_young():
+            return Health.YOUNG
         return Health.CANNOT_TELL if blind else found
+
+    def _is_young(self) -> bool:
+        """Whether ranks are out of sight only because their nodes' first beacons are still to come: a node says
+        something after an interval."""
+        from everstep.plan.liveness import State
+
+        created = (
+            [r.created for r in self.survey.incarnations if r.number == self.incarnation]
+            if self.survey
+            else []
+        )
+        age_s = since(created[0]) if created else None
+        interval_s = max((node.beacon.interval_s for node in self.nodes), default=0.0)
+        seen = all(rank.state is State.ALIVE for rank in self.ranks.values())
+        return seen and age_s is not None and age_s < YOUNG_INTERVALS * interval_s
 
 
 def look(run: str, memory: Path, wait_s: float | None) -> Sight:
@@ -86,8 +110,12 @@ def look(run: str, memory: Path, wait_s: float | None) -> Sight:
         raise
     except EverstepError as error:
         sight.problems.append(f"{type(error).__name__}: {error}")
-    here = _here(place, directory_of_run(memory, run), sight.survey)
-    others = _others(sight, {node.beacon.node for node in here}, place, wait_s) if sight.survey else []
+    run_ids = [sight.survey.run.run_id] if sight.survey is not None else []
+    status = _agent_status(place, run_ids)
+    sight.spares = ((status or {}).get("guard") or {}).get("spares") or []
+    here = _here(place, directory_of_run(memory, run), run_ids, status)
+    mine = {(node.beacon.node, node.beacon.boot) for node in here}
+    others = _others(sight, mine, place, wait_s) if sight.survey else []
     records = sight.survey.incarnations if sight.survey is not None else []
     known = [node.beacon.incarnation for node in (*here, *others)]
     sight.incarnation = max([record.number for record in records] or known or [0])
@@ -115,17 +143,25 @@ def _seen(node: SeenNode, rank: BeaconRank) -> SeenRank:
         alive = rank.alive if node.moves or not rank.alive else None
         signs = Signs(age, alive, node.moves)
     state, why = judge(signs, node.beacon.timeout_s)
-    return SeenRank(node.node, node.source, rank, signs, state, why)
+    passed_s = None if node.source == "memory" or node.moves else node.still_s
+    return SeenRank(node.node, node.source, rank, signs, passed_s, state, why)
+
+
+def since(created: str) -> float | None:
+    """The seconds since a moment that a record names, by its writer's clock and this one's."""
+    try:
+        then = datetime.datetime.fromisoformat(created.replace("Z", "+00:00"))
+        return max(0.0, (datetime.datetime.now(datetime.timezone.utc) - then).total_seconds())
+    except (ValueError, TypeError):
+        return None
 
 
 # -- this node
 
 
-def _here(place: Place, arenas: Path, found: Survey | None) -> list[SeenNode]:
+def _here(place: Place, arenas: Path, run_ids: list[str], status: dict[str, Any] | None) -> list[SeenNode]:
     """This node, if anything of the run is here: its arenas first, for they are there without an agent too."""
-    run_ids = [found.run.run_id] if found is not None else []
     ranks, incarnation, world = _in_arenas(arenas, run_ids)
-    status = _agent_status(place, run_ids)
     said = None if status is None else _beacon_in(status)
     if said is not None and said.incarnation >= incarnation:
         known = {rank.rank: rank for rank in said.ranks}
@@ -243,7 +279,7 @@ def _beacon_of(place: Place, incarnation: int, world: int, ranks: dict[int, Beac
 # -- other nodes
 
 
-def _others(sight: Sight, here: set[str], place: Place, wait_s: float | None) -> list[SeenNode]:
+def _others(sight: Sight, here: set[tuple[str, str]], place: Place, wait_s: float | None) -> list[SeenNode]:
     """The beacons of the other nodes, watched until each was made anew, or for their timeouts."""
     from everstep.errors import EverstepError
 
@@ -255,7 +291,7 @@ def _others(sight: Sight, here: set[str], place: Place, wait_s: float | None) ->
         nodes = {
             name: SeenNode(beacon.node, "beacon", beacon, beacon.agent_pid)
             for name, beacon in first.items()
-            if beacon.incarnation >= newest and beacon.node not in here
+            if beacon.incarnation >= newest and (beacon.node, beacon.boot) not in here
         }
         waiting = {name for name, node in nodes.items() if node.beacon.ranks}
         if not any(node.beacon.living for node in nodes.values()) and not here:

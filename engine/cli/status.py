@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,13 @@ if TYPE_CHECKING:
 
     from .sight import Sight
 
-EXIT_CODES = {"healthy": 0, "nothing is running": 3, "a rank is suspect": 5, "cannot tell": 8}
+EXIT_CODES = {
+    "healthy": 0,
+    "nothing is running": 3,
+    "a rank is suspect": 5,
+    "cannot tell": 8,
+    "just begun": 8,
+}
 CANNOT_TELL = 8
 
 EPILOG = """\
@@ -27,7 +32,8 @@ Exit codes:
   2  usage
   3  nothing is running: no rank gives a sign of life
   5  a rank is suspect: beats are missed and a second sign agrees, while others live
-  8  cannot tell: the storage did not answer, or ranks are out of sight
+  8  cannot tell: the storage did not answer, or ranks are out of sight; or just begun: other nodes have not
+     said anything yet, look again
 
 A rank that is late (one sign is missing) is shown, and is no failure.
 
@@ -50,9 +56,11 @@ Example:
 def status(run: str, memory: Path, wait_s: float | None, as_json: bool) -> None:
     """Show who is alive in RUN, a directory or URL, and the newest step in each tier.
 
-    Ranks on this node are seen in its memory; those of other nodes in the beacons that their agents leave in the run,
-    which takes two looks. Reads only. "Last step" is the newest one that the trainer finished, and how long
-    ago: a trainer that hangs still beats, while its last step grows old.
+    Ranks on this node are seen in its memory; those of other nodes in the beacons that their agents leave in the
+    run, which takes two looks. Reads only. "Last step" is the newest one that the trainer finished, and how long
+    ago: a trainer that hangs still beats, while its last step grows old. Spare nodes are listed where an agent of the
+    job runs on this node: as that one sees them. Ages with ">" are those of a node that says nothing more, and grow
+    only while it is watched.
     """
     with answering(as_json, exit_code=_code_of) as answer:
         from .sight import look
@@ -84,7 +92,8 @@ def _as_json(sight: Sight) -> dict[str, Any]:
                 "state": seen.state.value,
                 "why": seen.why,
                 "step": seen.found.step,
-                "step_age_s": seen.found.step_age_s,
+                "step_age_s": _older(seen.found.step_age_s, seen.passed_s),
+                "ages_at_least": seen.passed_s is not None,
                 "step_s": seen.found.step_s,
                 "beat_age_s": seen.signs.beat_age_s,
                 "in_memory": seen.found.snapshot,
@@ -105,6 +114,7 @@ def _as_json(sight: Sight) -> dict[str, Any]:
             }
             for node in sight.nodes
         ],
+        "spares": sight.spares,
         "tiers": _tiers(sight),
         "queue": sum(node.beacon.queue for node in sight.nodes),
         "problems": sight.problems,
@@ -133,6 +143,8 @@ def _least(steps: list[int | None]) -> int | None:
 def _durable(sight: Sight) -> dict[str, Any]:
     """The checkpoint that a load takes, and its age: as an agent saw it, else by the clocks of its writer and this
     node."""
+    from .sight import since
+
     newest = sight.survey.newest() if sight.survey is not None else None
     if newest is None:
         return {"step": None, "age_s": None, "age_by": None}
@@ -144,15 +156,7 @@ def _durable(sight: Sight) -> dict[str, Any]:
     ]
     if ages:
         return {"step": step, "age_s": min(ages), "age_by": "agent"}
-    return {"step": step, "age_s": _since(newest.manifest.created), "age_by": "clock"}
-
-
-def _since(created: str) -> float | None:
-    try:
-        then = datetime.datetime.fromisoformat(created.replace("Z", "+00:00"))
-        return max(0.0, (datetime.datetime.now(datetime.timezone.utc) - then).total_seconds())
-    except (ValueError, TypeError):
-        return None
+    return {"step": step, "age_s": since(newest.manifest.created), "age_by": "clock"}
 
 
 def _as_text(sight: Sight, value: dict[str, Any]) -> str:
@@ -166,8 +170,8 @@ def _as_text(sight: Sight, value: dict[str, Any]) -> str:
                 rank["pid"],
                 rank["state"],
                 _or_dash(rank["step"]),
-                _ago(rank["step_age_s"]),
-                _ago(rank["beat_age_s"]),
+                _ago(rank["step_age_s"], at_least=rank["ages_at_least"]),
+                _ago(rank["beat_age_s"], at_least=rank["ages_at_least"]),
                 _or_dash(rank["in_memory"]),
                 _or_dash(rank["protected"]),
             ]
@@ -194,17 +198,33 @@ def _as_text(sight: Sight, value: dict[str, Any]) -> str:
             notes.append(f"node {node.node}: its beacon cannot be written: {node.error}")
         if node.source == "memory" and node.agent is None:
             notes.append(f"node {node.node}: no agent answers")
+    notes += [_of_spare(spare) for spare in value["spares"]]
     return "\n\n".join([*blocks, "\n".join([*notes, *value["problems"]])])
+
+
+def _of_spare(spare: dict[str, Any]) -> str:
+    if spare["reached"] is None:
+        return f"spare node {spare['spare']}: keeps nothing of this node"
+    if not spare["reached"]:
+        return f"spare node {spare['spare']}: not reached: {spare['error']}"
+    kept = "nothing yet" if spare["step"] is None else f"step {spare['step']}"
+    return f"spare node {spare['spare']}: reached, keeps {kept} of this node"
 
 
 def _or_dash(value: object) -> object:
     return "-" if value is None else value
 
 
-def _ago(seconds: float | None) -> str:
-    """An age for people."""
+def _older(age_s: float | None, passed_s: float | None) -> float | None:
+    return age_s if age_s is None or passed_s is None else age_s + passed_s
+
+
+def _ago(seconds: float | None, *, at_least: bool = False) -> str:
+    """An age for people; ``at_least``: nobody has said anything since."""
     if seconds is None:
         return "-"
+    if at_least:
+        return f"> {_ago(seconds)}"
     if seconds < 100:
         return f"{seconds:.1f} s"
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):

@@ -38,7 +38,8 @@ class _Tensor:
 class Report:
     """What a rank tells the coordinator (plain values only: it travels with the results). ``values``: nodes, as
     msgpack, of values without tensors, by name; ``elsewhere``: names of values that lie in this rank's own state
-    image; ``own``: names of which every rank keeps its own, as the plan calls them and by themselves."""
+    image; ``own``: names of which every rank keeps its own, as the plan calls them and by themselves. ``abandoned``:
+    why the save was given up, by another rank, before this one had written; nothing else counts then."""
 
     rank: int
     incarnation: int
@@ -48,6 +49,11 @@ class Report:
     streams: Sequence[str]
     elsewhere: Sequence[str]
     own: Mapping[str, str]
+    abandoned: str | None = None
+
+    @classmethod
+    def of_abandoned(cls, rank: int, why: str) -> Report:
+        return cls(rank, 0, 0, 0, {}, (), (), {}, why)
 
 
 class Share:

@@ -175,11 +175,15 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes what the plan gives to this rank; returns when it is durable. Raises what went wrong: torch tells it
-        to all ranks, with this one's number."""
+        to all ranks, with this one's number. Where another rank gave the save up it returns, having written nothing
+        that counts: it is that rank's failure, and ``finish`` refuses."""
         save = self._current()
         try:
             share = Share(plan, planner, save.number)
             report = self._with_backend(lambda backend: self._write(backend, save, share))
+        except SaveAbandoned as error:
+            share.release()
+            report = Report.of_abandoned(save.number, str(error))
         except Exception as error:
             told = _of_rank(error, save.rank)
             self._with_backend(lambda backend: self._give_up(backend, save, str(told)))
@@ -260,6 +264,9 @@ class Writer(StorageWriter):
         self, backend: Backend, save: _Save, metadata: Metadata, reports: Sequence[Report]
     ) -> None:
         attempt, share = save.attempt, save.share
+        for report in reports:
+            if report.abandoned is not None:
+                raise SaveAbandoned(f"{save.path}: the save was given up: {report.abandoned}")
         if attempt is None or share is None:
             raise UsageError("finish() without write_data()")
         _check_reports(attempt, reports)

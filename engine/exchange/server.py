@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from everstep.errors import EverstepError
+from everstep.peers.address import unusable
 from everstep.peers.stream import opened
 
 from .protocol import (
@@ -87,20 +88,15 @@ class Server:
         idle_s: float,
         io_s: float = IO_S,
     ) -> None:
-        """Listens at once. OSError if that cannot be."""
+        """Listens at once. OSError if that cannot be; BadOption if ``host`` is no address of this host."""
         self._shelves = shelves
         self._greeting = MAGIC + token
         self._idle_s = idle_s
         self._io_s = io_s
-        family, kind, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        self._listener = opened(lambda: socket.socket(family, kind))
         try:
-            self._listener.bind(place)
-            self._listener.listen(BACKLOG)
-            self._listener.setblocking(False)
-        except OSError:
-            self._listener.close()
-            raise
+            self._listener = _listening(host)
+        except OSError as error:
+            raise unusable(host, error) from error
         self.host = str(self._listener.getsockname()[0])
         self.port = int(self._listener.getsockname()[1])
         self._guard = threading.Lock()
@@ -212,3 +208,16 @@ class Server:
             return
         line.send_frame(Reply(len(found)))
         line.send(found)
+
+
+def _listening(host: str) -> socket.socket:
+    family, kind, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    listener = opened(lambda: socket.socket(family, kind))
+    try:
+        listener.bind(place)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener

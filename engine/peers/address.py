@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import socket
+
+from everstep.errors import BadOption
 
 ADDRESS = "EVERSTEP_ADDRESS"
 """The environment's word on it: an address or a name of this host."""
@@ -32,6 +35,18 @@ def own_address() -> str:
         if found is not None and not _is_loopback(found):
             return found
     return LOOPBACK
+
+
+def unusable(host: str, error: OSError) -> Exception:
+    """What to raise where nothing can listen at ``host``: BadOption if it is no address of this host, else the error
+    itself."""
+    if not isinstance(error, socket.gaierror) and error.errno != errno.EADDRNOTAVAIL:
+        return error
+    return BadOption(
+        f"{host} is no address of this host",
+        found=error.strerror or str(error),
+        expected=f"{ADDRESS} (or --listen) with an address or a name of this host, by which the others reach it",
+    )
 
 
 def split_address(text: str) -> tuple[str, int]:

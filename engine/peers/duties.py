@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 RESERVE_S = 60.0
 """How long a spare node may take to find memory."""
+SPARE_S = 10.0
+"""How long a spare node may take to answer: it may be about to be started."""
+SPARE_PAUSE_S = 0.2
 
 Key = tuple[int, int]
 
@@ -136,7 +140,19 @@ class ReplicaDuty:
 
 
 def reserve_at_spare(guard: Guard, name: str) -> None:
-    """Have the spare node ``name`` make room for this node's ranks. Raises MemoryTooSmall, PeerLost."""
+    """Have the spare node ``name`` make room for this node's ranks. One that is just being started is waited for.
+    Raises MemoryTooSmall, PeerLost."""
+    until = time.monotonic() + SPARE_S
+    while True:
+        try:
+            _ask_for_room(guard, name)
+            return
+        except PeerLost as error:
+            if error.fields.get("stranger") or time.monotonic() >= until or guard.pause(SPARE_PAUSE_S):
+                raise
+
+
+def _ask_for_room(guard: Guard, name: str) -> None:
     terms = guard.terms
     node = terms.nodes.nodes[terms.me]
     rooms = list(zip(node.ranks, node.slot_bytes, strict=True))

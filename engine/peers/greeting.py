@@ -89,6 +89,7 @@ class _Greeting:
             raise PeerLost(
                 "the other side does not know this run's secret",
                 hint="It is the agent of another run, or has another EVERSTEP_SECRET",
+                stranger=True,
             )
         return name.decode(errors="replace")
 
@@ -119,6 +120,7 @@ def call(stream: Stream, secret: bytes, run_id: str, me: str) -> str:
             "the other side ended the greeting",
             found=f"{type(error).__name__}: {error}",
             hint="It is of another run, has another EVERSTEP_SECRET, or TLS is set up on one side only",
+            stranger=True,
         ) from None
 
 

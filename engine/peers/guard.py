@@ -35,6 +35,7 @@ from .nodemap import NodeMap
 from .parity import ParityOffer, parity_duties
 from .paritykeeper import ParityKeeper
 from .rate import Rate
+from .telling import is_logged, newest_in, spares_of, step_or_none, text_of
 
 log = logging.getLogger("everstep.peers")
 
@@ -107,6 +108,8 @@ class _Post:
     duty: Duty
     done: int = NO_STEP
     error: Wire | None = None
+    failures: int = 0
+    """In a row."""
     over: bool = False
 
 
@@ -160,8 +163,8 @@ class Guard:
     # -- for the agent
 
     def reserve(self) -> None:
-        """Memory for what this node is to keep, and on the spare nodes that keep this one's. May wait for them.
-        Raises MemoryTooSmall, PeerLost."""
+        """Memory for what this node is to keep, and on the spare nodes that keep this one's. May wait for them; one
+        that is not there, or is a stranger, is told, and keeps nothing until it comes. Raises MemoryTooSmall."""
         terms = self.terms
         if terms.adopted is not None:
             self.keeper.completed(terms.adopted)
@@ -173,8 +176,12 @@ class Guard:
         for rank, slot_bytes in terms.nodes.held_by(terms.me):
             self.keeper.reserve(rank, slot_bytes, terms.chunk_bytes)
         for index in terms.nodes.holders()[terms.me]:
-            if terms.nodes.nodes[index].spare:
-                reserve_at_spare(self, terms.nodes.nodes[index].name)
+            node = terms.nodes.nodes[index]
+            if node.spare:
+                try:
+                    reserve_at_spare(self, node.name)
+                except PeerLost as error:  # a spare node that is missing must not keep a job from starting
+                    self._note(next(one for one in self._posts if one.duty.name == node.name), 0, error)
 
     def start(self) -> None:
         for post in self._posts:
@@ -236,15 +243,16 @@ class Guard:
             found: dict[str, Any] = {
                 "node": terms.name,
                 "incarnation": terms.incarnation,
-                "complete": _or_none(self.complete),
-                "protected": _or_none(self.protected),
+                "complete": step_or_none(self.complete),
+                "protected": step_or_none(self.protected),
                 "holders": {
-                    post.duty.name: {"step": _or_none(post.done), "error": _text(post.error)}
+                    post.duty.name: {"step": step_or_none(post.done), "error": text_of(post.error)}
                     for post in self._posts
                 },
             }
+        found["spares"] = spares_of(terms.nodes, terms.name, found["holders"])
         found["parity"] = self.parity.newest()
-        found["held"] = {str(rank): _newest(arena) for rank, arena in self.keeper.arenas().items()}
+        found["held"] = {str(rank): newest_in(arena) for rank, arena in self.keeper.arenas().items()}
         return {**found, **self._line.status()}
 
     def close(self) -> None:
@@ -435,7 +443,7 @@ class Guard:
             self.last_work = time.monotonic()
         with self._changed:
             post.done, before = step, post.error
-            post.error = None
+            post.error, post.failures = None, 0
         if before is not None:
             log.info("node %s has step %d", post.duty.name, step)
         self._advance()
@@ -455,16 +463,22 @@ class Guard:
                 pin.seal(records)
 
     def _failed(self, post: _Post, step: int, error: Exception) -> None:
-        """Told once for as long as it lasts; the hub decides when training does not wait for it any more."""
+        """The hub decides when training does not wait for it any more."""
         if not isinstance(error, EverstepError):
-            if not isinstance(error, OSError):
+            if not isinstance(error, OSError) and is_logged(post.failures + 1):
                 log.exception("a duty failed")
             error = PeerLost(
                 f"step {step} could not be sent to node {post.duty.name}",
                 found=f"{type(error).__name__}: {error}",
                 node=post.duty.name,
             )
-        log.warning("step %d for node %s: %s", step, post.duty.name, error)
+        self._note(post, step, error)
+
+    def _note(self, post: _Post, step: int, error: EverstepError) -> None:
+        """Told once for as long as it lasts, logged ever more seldom."""
+        post.failures += 1
+        if is_logged(post.failures):
+            log.warning("node %s, step %d, try %d: %s", post.duty.name, step, post.failures, error)
         with self._changed:
             first = post.error is None
             post.error = error.to_wire()
@@ -546,20 +560,3 @@ class Guard:
 def _is_removed(arena: Arena) -> bool:
     path = arena.info.path
     return path is not None and not path.exists()
-
-
-def _newest(arena: Arena) -> list[int] | None:
-    with contextlib.suppress(EverstepError):
-        return next((list(one.key) for one in reversed(arena.snapshots())), None)
-    return None
-
-
-def _or_none(step: int) -> int | None:
-    return step if step >= 0 else None
-
-
-def _text(error: Wire | None) -> str | None:
-    if error is None:
-        return None
-    found = error.get("found")
-    return f"{error.get('message')}{f'; found: {found}' if found else ''}"

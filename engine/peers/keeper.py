@@ -45,6 +45,7 @@ from .messages import Kept, Need, Offer, failed
 from .proving import Prover, state_last
 from .sender import SMALL_REGIONS
 from .shelf import Key, Place, Shelf
+from .telling import is_logged
 
 log = logging.getLogger("everstep.peers")
 
@@ -98,6 +99,8 @@ class Keeper:
         self._shelves: dict[int, Shelf] = {}
         self._taken: set[int] = set()
         """Ranks whose shelves are in use."""
+        self._refused: dict[int, int] = {}
+        """By rank how many times in a row its snapshot was not kept."""
         self._receiving: dict[int, Link] = {}
         """By rank the newest connection with an offer."""
         self._version = 0
@@ -171,9 +174,12 @@ class Keeper:
         except EverstepError as error:
             if link.closed:
                 raise
-            log.warning("everstep: a snapshot of rank %s is not kept: %s", offer.rank, error)
+            times = self._refused[offer.rank] = self._refused.get(offer.rank, 0) + 1
+            if is_logged(times):
+                log.warning("a snapshot of rank %s is not kept (%d times now): %s", offer.rank, times, error)
             link.send(failed(error))
         else:
+            self._refused.pop(offer.rank, None)
             points.reach("keeper.kept.before", str(offer.step))
             link.send(Kept(root))
 

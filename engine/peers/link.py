@@ -130,7 +130,11 @@ def connect(
     except PeerLost as error:
         stream.close()
         raise PeerLost(
-            f"{host}:{port}: {error.message}", found=error.found, expected=error.expected, hint=error.hint
+            f"{host}:{port}: {error.message}",
+            found=error.found,
+            expected=error.expected,
+            hint=error.hint,
+            **error.fields,
         ) from None
     except BaseException:
         stream.close()

@@ -12,6 +12,7 @@ from typing import Any
 
 from everstep.errors import CapacityError, EverstepError
 
+from .address import unusable
 from .greeting import answer, check_name
 from .link import Link
 from .messages import Message, failed, unexpected
@@ -59,7 +60,8 @@ class Listener:
         idle_s: float = IDLE_S,
         io_s: float = IO_S,
     ) -> None:
-        """Listens at once. OSError if that cannot be; BadOption for settings of TLS that cannot be used."""
+        """Listens at once. OSError if that cannot be; BadOption if ``host`` is no address of this host, and for
+        settings of TLS that cannot be used."""
         self.me = check_name(me)
         self._secret = secret
         self._run_id = run_id
@@ -69,7 +71,10 @@ class Listener:
         self._io_s = io_s
         tls = tls_settings()
         self._tls = tls.server if tls is not None else None
-        self._socket = _bound(host, port)
+        try:
+            self._socket = _bound(host, port)
+        except OSError as error:
+            raise unusable(host, error) from error
         self.host = str(self._socket.getsockname()[0])
         self.port = int(self._socket.getsockname()[1])
         self._lock = threading.Lock()

@@ -27,11 +27,13 @@ class PeerNode(msgspec.Struct, frozen=True):
 
 class NodeMap(msgspec.Struct, frozen=True):
     """``nodes`` in the order of their first ranks, spare ones last: the same on all nodes. ``copies`` is how many lost
-    nodes are to be survived; ``parity`` (k, m) says that it is done by parity in groups of k + m."""
+    nodes are to be survived; ``parity`` (k, m) says that it is done by parity in groups of k + m; ``unreached`` are
+    spare nodes that were not there when the job started, and why: it does without them."""
 
     nodes: tuple[PeerNode, ...]
     copies: int
     parity: tuple[int, int] | None = None
+    unreached: tuple[tuple[str, str], ...] = ()
 
     def places(self) -> tuple[Node, ...]:
         return tuple(Node(one.name, one.domain, one.ranks, one.spare) for one in self.nodes)

@@ -59,12 +59,13 @@ def judge(signs: Signs, timeout_s: float) -> tuple[State, str]:
 
 
 class Health(enum.Enum):
-    """Of a whole run."""
+    """Of a whole run. YOUNG is said by whoever knows when it began."""
 
     HEALTHY = "healthy"
     NOTHING = "nothing is running"
     SUSPECT = "a rank is suspect"
     CANNOT_TELL = "cannot tell"
+    YOUNG = "just begun"
 
 
 def health(states: Mapping[int, tuple[State, Signs]], world: int | None) -> Health:

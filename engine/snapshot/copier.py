@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,10 @@ from .views import Expected, build_destinations, carrier, expect
 
 LAYOUT_REGION = "layout"
 META_REGION = "meta"
+
+
+_shape_of = operator.attrgetter("shape")
+_dtype_of = operator.attrgetter("dtype")
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,11 @@ class Copier:
         now, later = _split(sources, late)
         _lay_around(slot, plan, places, state, meta)
         _copy_now(slot, now)
-        names = [_name(plan.layout.entries[index]) for index in later.indices]
+        entries, indices = plan.layout.entries, later.indices
+
+        def names() -> list[str]:
+            return [_name(entries[index]) for index in indices]
+
         return LateCopy(slot, names, later.tensors, later.into)
 
     def lay_around(
@@ -162,12 +171,11 @@ def _piecewise(layout: Layout, expected: Expected, wanted: Sequence[Any]) -> lis
 def _alike(wanted: Sequence[Any], expected: Expected) -> bool:
     try:
         # One by one: a list of all shapes is thousands of new objects, each time, and sets the collector off.
-        for leaf, shape, dtype in zip(wanted, expected.shapes, expected.dtypes, strict=True):
-            if leaf.shape != shape or leaf.dtype is not dtype:
-                return False
+        return all(map(operator.eq, map(_shape_of, wanted), expected.shapes)) and all(
+            map(operator.is_, map(_dtype_of, wanted), expected.dtypes)
+        )
     except AttributeError:  # a None, or no tensor at all: looked at one by one
         return False
-    return True
 
 
 def _match_one(
@@ -218,6 +226,8 @@ def _split(sources: _Sources, late: Collection[int]) -> tuple[_Sources, _Sources
     is copied now: that it stays the same could not be seen."""
     late = frozenset(late)
     now, later = _Sources(arrays=sources.arrays), _Sources()
+    if late.issuperset(sources.indices) and not any(map(torch.Tensor.is_inference, sources.tensors)):
+        return now, _Sources(sources.indices, sources.tensors, sources.into)
     for index, tensor, into in zip(sources.indices, sources.tensors, sources.into, strict=True):
         part = later if index in late and not tensor.is_inference() else now
         part.indices.append(index)

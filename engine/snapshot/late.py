@@ -3,8 +3,10 @@ while forward and backward of the next step already run."""
 
 from __future__ import annotations
 
+import _thread
+import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from everstep.errors import SaveFailed
@@ -16,6 +18,9 @@ PIECE_BYTES = 64 << 20
 """Between pieces of about this size the thread looks whether it was cancelled."""
 
 
+_version_of = operator.attrgetter("_version")
+
+
 class LateCopyTimeout(SaveFailed, TimeoutError):
     """A late copy was not done within the time given."""
 
@@ -24,6 +29,9 @@ class _Copying:
     """A copy into ``slot`` that a thread is making. Begun when it is made.
 
     References to the sources are held until :meth:`_join` or :meth:`cancel` has ended, no longer.
+
+    The thread is a bare one: ``Thread.start`` waits until the new thread runs, and that one then keeps the
+    interpreter lock until its first copy; so the training would wait for a millisecond.
     """
 
     def __init__(
@@ -36,22 +44,21 @@ class _Copying:
         self._queued = threading.Event()
         self._cancelled = False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="everstep-late-copy", daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()
+        _thread.start_new_thread(self._run, ())
 
     def done(self) -> bool:
         """Whether the thread has ended, well or not."""
-        return not self._thread.is_alive()
+        return self._ended.is_set()
 
     def cancel(self) -> None:
         """Stop after the piece being copied, and wait for that; the slot's contents mean nothing then."""
         self._cancelled = True
-        self._thread.join()
+        self._ended.wait()
         self._drop()
 
     def _join(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        if not self._ended.wait(timeout_s):
             raise LateCopyTimeout(f"a late copy was not done within {timeout_s:g} s", timeout_s=timeout_s)
 
     def _drop(self) -> None:
@@ -71,6 +78,7 @@ class _Copying:
             self._error = error
         finally:
             self._queued.set()
+            self._ended.set()
 
     def _copied(self) -> None:
         """All bytes are in the slot."""
@@ -86,12 +94,13 @@ class LateCopy(_Copying):
     def __init__(
         self,
         slot: WriteSlot,
-        names: Sequence[str],
+        names: Callable[[], Sequence[str]],
         sources: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor],
     ) -> None:
-        self._names = list(names)
-        self._versions = [source._version for source in sources]
+        """``names`` gives those of ``sources``, in their order; asked for only when one has moved."""
+        self._names = names
+        self._versions = list(map(_version_of, sources))
         self._moved: list[str] | None = None
         self.held = False
         """Whether :meth:`hold` let the sources go."""
@@ -133,9 +142,12 @@ class LateCopy(_Copying):
         return list(self._moved)
 
     def _look(self) -> list[str]:
-        pairs = zip(self._names, self._sources, self._versions, strict=True)
+        versions = list(map(_version_of, self._sources))
+        if versions == self._versions:
+            return []
+        rows = zip(self._names(), self._versions, versions, strict=True)
         # A tensor of several pieces has its name several times.
-        return list(dict.fromkeys([name for name, source, version in pairs if source._version != version]))
+        return list(dict.fromkeys([name for name, before, now in rows if before != now]))
 
 
 class Drain(_Copying):

@@ -26,6 +26,8 @@ PARTS_MAX = 64
 
 _POSITION_ITEMS_MAX = 16
 
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
 DATA_KINDS = ("finite", "stream")
 
 
@@ -222,31 +224,22 @@ class TrainState:
     def late_tensors(self, leaves: Sequence[Leaf]) -> set[int]:
         """Indices of the leaves that only an optimizer's step changes: its parameters and its state. They may
         be copied until just before that step; all others must be copied before the save returns."""
-        owned: dict[int, torch.Tensor] = {}
+        parameters, values = [], []
         for optimizer in self.optimizers():
-            for group in optimizer.param_groups:
-                for parameter in map(local_of, group["params"]):
-                    owned[parameter.data_ptr()] = parameter
+            parameters += [parameter for group in optimizer.param_groups for parameter in group["params"]]
             for state in optimizer.state.values():
-                for value in state.values() if isinstance(state, dict) else ():
-                    if isinstance(value, torch.Tensor):
-                        value = local_of(value)
-                        owned[value.data_ptr()] = value
-        owned.pop(0, None)
-        found: set[int] = set()
-        for index, leaf in enumerate(leaves):
-            tensor = local_of(leaf.tensor)
-            if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-                continue
-            other = owned.get(tensor.data_ptr())
-            # Another view that begins at the same address may reach further than what the optimizer owns.
-            if other is tensor or (
-                other is not None
-                and other.shape == tensor.shape
-                and other.stride() == tensor.stride()
-                and other.dtype == tensor.dtype
-            ):
-                found.add(index)
+                if isinstance(state, dict):
+                    values += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        # Most of an optimizer's state are its very own tensors; addresses are looked at for what is left.
+        held = {
+            id(value)
+            for value in values
+            if type(value) in _PLAIN_TENSORS or type(local_of(value)) in _PLAIN_TENSORS
+        }
+        found = {index for index, leaf in enumerate(leaves) if id(leaf.tensor) in held}
+        for owned in (parameters, values):
+            if len(found) < len(leaves):
+                found |= _lying_in(owned, leaves, found)
         return found
 
     def describe(self) -> dict[str, Any]:
@@ -302,6 +295,29 @@ class TrainState:
                 hint="Use TrainState(grads=True), or save when micro_step is 0",
                 path="grads",
             )
+
+
+def _lying_in(owned: Sequence[torch.Tensor], leaves: Sequence[Leaf], known: Collection[int]) -> set[int]:
+    """The leaves, but for those that are ``known``, that are one of ``owned``, all of it."""
+    places = {tensor.data_ptr(): tensor for tensor in map(local_of, owned)}
+    places.pop(0, None)
+    found: set[int] = set()
+    for index, leaf in enumerate(leaves):
+        if index in known:
+            continue
+        tensor = local_of(leaf.tensor)
+        if type(tensor) not in _PLAIN_TENSORS:
+            continue
+        other = places.get(tensor.data_ptr())
+        # Another view that begins at the same address may reach further than what the optimizer owns.
+        if other is tensor or (
+            other is not None
+            and other.shape == tensor.shape
+            and other.stride() == tensor.stride()
+            and other.dtype == tensor.dtype
+        ):
+            found.add(index)
+    return found
 
 
 def _kept_whole(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:

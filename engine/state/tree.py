@@ -21,7 +21,7 @@ from .encode import HANDLERS, Encoder, Handler, Path
 from .meshes import spread
 from .registry import ObjectState, type_name
 from .sharded import Held, Shards
-from .tensors import DTYPE_NAMES, resolve
+from .tensors import DTYPE_NAMES, DTYPES, resolve
 from .wire import PARAMETER, REQUIRES_GRAD, Node, Tag
 
 AskOf = Callable[[Any, str], Any]
@@ -34,6 +34,7 @@ in any case says that ranks outside its mesh hold the same."""
 _STRIDED = torch.strided
 _RANK = Scope.RANK
 _REF = Tag.REF.value
+_COMPLEX = frozenset(name for name, dtype in DTYPES.items() if dtype.is_complex)
 
 _BOXES_MAX = 1 << 16
 _boxes: dict[tuple[int, ...], tuple[Box, ...]] = {}
@@ -180,16 +181,23 @@ class TreeEncoder(Encoder):
         dtype = DTYPE_NAMES.get(value.dtype)
         if dtype is None or value.layout is not _STRIDED or value.is_meta or value.is_nested:
             raise self._refuse_tensor(value, text)
-        if value.is_neg() or value.is_conj():
+        if value.is_neg() or (dtype in _COMPLEX and value.is_conj()):
             index = self._lazy(value, dtype, text, path, key)
         else:
             # An empty tensor has no address: it is tied to itself alone.
             address = value.data_ptr() or -id(value)
             found = self._at.get(address)
-            if found is None:
-                index = self._at[address] = self._add(value, value, dtype, text, path, key)
-            else:
+            if found is not None:
                 index = self._again(value, address, found, dtype, text, path, key)
+            elif self._scope is None:
+                # As _add does: thousands of tensors at each save, and a call costs as much as what it does.
+                shape = value.shape
+                boxes = _boxes.get(shape) or full_box(tuple(shape))
+                leaves = self.leaves
+                index = self._at[address] = len(leaves)
+                leaves.append(Leaf(self.part, text, value, _RANK, dtype, boxes[0].lengths, boxes))
+            else:
+                index = self._at[address] = self._add(value, value, dtype, text, path, key)
         if not value.requires_grad and type(value) is torch.Tensor:
             return [_REF, index]
         return _reference(value, index)
@@ -198,11 +206,10 @@ class TreeEncoder(Encoder):
         self, value: torch.Tensor, stored: torch.Tensor, dtype: str, text: str, path: Path, key: Any
     ) -> int:
         scope = _RANK if self._scope is None else self._scope(self.part, (*path, key), value)
-        shape = tuple(value.shape)
+        shape = value.shape  # a tuple, of a class of its own: a box of the same shape has a plain one
+        boxes = _boxes.get(shape) or full_box(tuple(shape))
         leaves = self.leaves
-        leaves.append(
-            Leaf(self.part, text, stored, scope, dtype, shape, _boxes.get(shape) or full_box(shape))
-        )
+        leaves.append(Leaf(self.part, text, stored, scope, dtype, boxes[0].lengths, boxes))
         return len(leaves) - 1
 
     def _lazy(self, value: torch.Tensor, dtype: str, text: str, path: Path, key: Any) -> int:

@@ -8,6 +8,7 @@ cannot be read, is fetched from the next source that holds the same image.
 from __future__ import annotations
 
 import asyncio
+import os
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from everstep.format.vote import ImageRecord
 from everstep.memory.errors import ArenaGone, SlotGone
 from everstep.plan.reads import Range, Read, chunk_ranges, clip
 
+from .asking import each
 from .sources import Scattering, Source, bad_chunks, changed_chunk, check_record
 
 PARALLEL = 8
@@ -30,6 +32,9 @@ read. With
 
 PIECE_BYTES = 8 << 20
 """One read of a durable tier; one chunk where chunks are larger."""
+
+MAPPED_PIECE_BYTES = 32 << 20
+"""A piece of what lies in memory already: it takes no buffer, and fewer are handed from thread to thread."""
 
 HOT_BYTES = 1 << 20
 """Hashed and then copied at once (whole chunks): what a core's cache holds."""
@@ -127,7 +132,7 @@ async def fill(
     _check_sources(sources)
     report = FillReport()
     pieces = _pieces(await images_of(sources, reads, report, headers=headers), piece_bytes)
-    with ThreadPoolExecutor(parallel, thread_name_prefix="everstep-fill") as pool:
+    with ThreadPoolExecutor(_threads(parallel), thread_name_prefix="everstep-fill") as pool:
         workers = [
             asyncio.ensure_future(_work(pieces, targets, pool, report, piece_bytes)) for _ in range(parallel)
         ]
@@ -141,6 +146,11 @@ async def fill(
         if source.label in report.read_bytes:
             await source.confirm()
     return report
+
+
+def _threads(parallel: int) -> int:
+    """For hashing and copying, which a core does one of at a time. Reading waits elsewhere."""
+    return min(parallel, len(os.sched_getaffinity(0)))
 
 
 def _check_sources(sources: Sequence[Source]) -> None:
@@ -186,13 +196,15 @@ async def images_of(
     by_image: defaultdict[tuple[int, str], list[Read]] = defaultdict(list)
     for read in reads:
         by_image[read.rank, read.image].append(read)
-    images = []
-    for (rank, image), some in by_image.items():
+
+    async def one(item: tuple[tuple[int, str], list[Read]]) -> Image:
+        (rank, image), some = item
         holders, record = await _holders(sources, rank, image, report)
         some.sort(key=lambda read: read.image_offset)
         head = await _header_bytes(holders, rank, image) if headers else 0
-        images.append(Image(holders, rank, image, record, head, some))
-    return images
+        return Image(holders, rank, image, record, head, some)
+
+    return await each(by_image.items(), one)
 
 
 async def _header_bytes(holders: Sequence[Source], rank: int, image: str) -> int:
@@ -252,8 +264,10 @@ def _worst(failed: Sequence[tuple[Source, EverstepError]]) -> EverstepError:
 
 def _pieces(images: Sequence[Image], piece_bytes: int) -> Iterator[_Piece]:
     for image in images:
-        chunk_bytes = image.holders[0].chunk_bytes
-        step = max(piece_bytes // chunk_bytes, 1) * chunk_bytes
+        holder = image.holders[0]
+        mapped = holder.mapped(image.rank, image.name) is not None
+        chunk_bytes = holder.chunk_bytes
+        step = max((MAPPED_PIECE_BYTES if mapped else piece_bytes) // chunk_bytes, 1) * chunk_bytes
         spans = [(at, min(at + step, end)) for begin, end in image.ranges() for at in range(begin, end, step)]
         yield from _with_reads(image, spans)
 

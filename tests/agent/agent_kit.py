@@ -4,54 +4,33 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from everstep.agent.client import AgentClient
-from everstep.agent.link import Link, State
 from everstep.agent.places import LOG
 from everstep.agent.values import AgentSettings, Hello, Progress
 from everstep.backends.files import LocalBackend
 from everstep.errors import AgentError
-from everstep.format.layout import Box, EntrySpec, build_layout, encode, layout_hash
 from everstep.format.manifest import Manifest
-from everstep.format.records import IncarnationRecord, Writer
 from everstep.memory.arena import Arena
 from everstep.memory.process import Process
 from everstep.memory.slots import SnapshotInfo
 from everstep.plan.retention import Retention
 from everstep.store.blocking import run_blocking
 from everstep.store.catalog import list_steps, read_decision
-from everstep.store.flush import write_meta
-from everstep.store.runs import add_incarnation, create_run
+from everstep.store.runs import create_run
 from everstep.store.sources import DurableSource
 
-CHUNK = 4096
+from tests.small_run import CHUNK, SOON_S, agent_of, open_incarnation, payload, put_snapshot, until
+
 SLOT_BYTES = 256 << 10
 RUN_KEY = "0123456789abcdef"
-SOON_S = 20.0
-"""Far more than anything here takes; what is awaited is an event, never the time itself."""
-
-
-def until(look: Callable[[], Any], what: str, timeout_s: float = SOON_S) -> Any:
-    """The first true value of ``look``."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if found := look():
-            return found
-        time.sleep(0.01)
-    raise AssertionError(f"not within {timeout_s} s: {what}")
-
-
-def payload(incarnation: int, step: int, rank: int, nbytes: int = 3 * CHUNK) -> bytes:
-    return random.Random(f"{incarnation} {step} {rank}").randbytes(nbytes)
 
 
 @dataclass
@@ -95,27 +74,7 @@ class Place:
         return self
 
     def incarnation(self, adopted: tuple[int, int] | None = None, world: int = 1) -> int:
-        def build(number: int) -> IncarnationRecord:
-            me = Process.current()
-            return IncarnationRecord(
-                number=number,
-                id=f"id{number}",
-                parent=number - 1 if adopted else None,
-                adopted_incarnation=adopted[0] if adopted else None,
-                adopted_step=adopted[1] if adopted else None,
-                fresh="test" if adopted is None and number > 1 else None,
-                world=world,
-                mesh={"dp": world},
-                config_hash=None,
-                config=None,
-                config_changes={},
-                config_reason=None,
-                loosened=(),
-                writer=Writer("here", me.boot, me.pid, me.start_time),
-                created="2026-01-01T00:00:00Z",
-            )
-
-        return run_blocking(add_incarnation(self.backend(), build)).number
+        return open_incarnation(self.backend(), world, adopted)
 
     def durable(self) -> list[tuple[int, int]]:
         """(incarnation, step) of all checkpoints."""
@@ -165,16 +124,8 @@ class Place:
     # -- the agent
 
     def agent(self) -> Process | None:
-        """The process that is the agent now; it is not woken up or kept by being asked."""
-        link = Link(self.settings, None, up=lambda: None, lost=lambda why: None)
-        try:
-            deadline = time.monotonic() + 1.0
-            while link.state not in (State.UP, State.DOWN) and time.monotonic() < deadline:
-                link.advance()
-                link.wait(0.1)
-            return link.agent
-        finally:
-            link.close()
+        """See :func:`agent_of`."""
+        return agent_of(self.settings)
 
     def log(self) -> str:
         path = self.settings.runtime_dir / LOG
@@ -235,32 +186,7 @@ class Trainer:
         """Put the snapshot of ``step`` into a slot."""
         complete = max(((s.incarnation, s.step) for s in self.arena.snapshots()), default=None)
         slot = until(lambda: self.arena.begin(self.incarnation, step, complete=complete), "a free slot")
-        data = payload(self.incarnation, step, self.rank)
-        spec = EntrySpec("model", "w", "uint8", (len(data),), (Box((0,), (len(data),)),))
-        layout = build_layout([spec])
-        encoded = encode(layout)
-        meta = {
-            "mesh": {"dp": self.world},
-            "coordinates": {"dp": self.rank},
-            "parts": {"model": {"class": "Net", "settings": {}}},
-            "data": None,
-            "rng": [],
-            "metrics": {},
-            "config_hash": None,
-            "libraries": {},
-            "facts": {},
-        }
-        contents = {
-            f"image:{layout.images[0].name}": layout.images[0].header + data,
-            "state": f"step {step} rank {self.rank}".encode(),
-            "meta": write_meta(meta),
-            "layout": encoded,
-        }
-        views = slot.place([(name, len(value)) for name, value in contents.items()])
-        for name, value in contents.items():
-            views[name][:] = value
-        slot.publish(layout_hash(encoded))
-        return next(found for found in self.arena.snapshots() if found.step == step)
+        return put_snapshot(self.arena, slot, self.rank, self.world, self.incarnation, step)
 
     def flush(self, step: int) -> None:
         info = next(f for f in self.arena.snapshots() if (f.incarnation, f.step) == (self.incarnation, step))
@@ -288,7 +214,8 @@ class TrainerProcess:
         given = {"base": str(place.base), "run_id": place.run_id, "settings": place.settings.to_wire()}
         given |= {"rank": rank, "world": world, "incarnation": incarnation}
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("trainer.py")), json.dumps(given)],
+            [sys.executable, "-m", "tests.agent.trainer", json.dumps(given)],
+            cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

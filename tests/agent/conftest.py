@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_kit import Place, TrainerProcess, until
+
+from .agent_kit import Place, TrainerProcess, until
 
 
 @pytest.fixture

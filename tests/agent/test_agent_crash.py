@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable
 
 import pytest
-from agent_kit import Place, Trainer, TrainerProcess, until, verdicts
 from everstep.agent import link, spawn
 from everstep.errors import AgentError
 from everstep.memory.process import Process
+
+from .agent_kit import Place, Trainer, TrainerProcess, until, verdicts
 
 Start = Callable[..., TrainerProcess]
 

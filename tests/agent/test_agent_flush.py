@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from agent_kit import Place, Trainer, TrainerProcess, until
 from everstep.agent.client import AgentClient
 from everstep.errors import AgentError, SaveAbandoned, StorageFull, from_wire
 from everstep.plan.retention import Retention
+
+from .agent_kit import Place, Trainer, TrainerProcess, until
 
 Start = Callable[..., TrainerProcess]
 Special = Callable[..., "subprocess.Popen[str]"]

@@ -14,13 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from agent_kit import Place, Trainer, TrainerProcess, payload, until
 from everstep.agent import places, protocol, spawn
 from everstep.agent.client import fetch_arenas
 from everstep.agent.link import Link, State
 from everstep.errors import AgentError, RunInUse, SaveFailed
 from everstep.memory.arena import Arena
 from everstep.memory.process import Process
+
+from .agent_kit import Place, Trainer, TrainerProcess, payload, until
 
 Start = Callable[..., TrainerProcess]
 Special = Callable[..., "subprocess.Popen[str]"]

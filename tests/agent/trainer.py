@@ -10,8 +10,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from agent_kit import Place, Trainer
 from everstep.agent.values import AgentSettings
+
+from .agent_kit import Place, Trainer
 
 
 def run(trainer: Trainer, name: str, *args: Any) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import json
 import os
 import re
 import subprocess
@@ -16,6 +18,8 @@ from typing import Any
 
 import pytest
 from cli_kit import arena_with_snapshot, bare_run, everstep, incarnation, manifest
+from click.testing import CliRunner
+from everstep.cli.main import main
 from everstep.format import names
 from everstep.format.beacon import Beacon, BeaconRank, encode_beacon
 from everstep.memory.process import Process
@@ -90,6 +94,61 @@ def test_other_nodes_are_seen_by_their_beacons(two: Path, lit: Callable[..., Non
         "it writes nothing"
     )
     assert not any(tmp_path.glob("everstep-*")), "and makes no directory"
+
+
+def test_two_hosts_of_one_name_are_two_nodes(two: Path, lit: Callable[..., None], tmp_path: Path) -> None:
+    """Of which one may be this very host."""
+    memory = tmp_path / "memory"
+    arena = arena_with_snapshot(memory, two, step=6)
+    arena.beat(2.0)
+    mine = everstep("status", two, "--json", "--memory", memory, "--wait", "0").json["nodes"][0]["node"]
+    lit(two, dataclasses.replace(beacon("a", 1), node=mine))
+    said = everstep("status", two, "--json", "--memory", memory)
+    assert (said.code, states(said), said.json["out_of_sight"]) == (0, ["alive", "alive"], [])
+    arena.close()
+
+
+def test_a_run_that_has_just_begun(tmp_path: Path, lit: Callable[..., None]) -> None:
+    """Other nodes say something only after an interval."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    for age_s, health in ((0, "just begun"), (600, "cannot tell")):
+        created = (now - datetime.timedelta(seconds=age_s)).isoformat()
+        record = dataclasses.replace(incarnation(1), world=2, mesh={"data": 2}, created=created)
+        root = bare_run(tmp_path / f"run-{age_s}", record, manifests=[])
+        lit(root, beacon("a", 0, interval_s=60.0))
+        while not list(root.glob("live/*.json")):
+            time.sleep(0.01)
+        said = everstep("status", root, "--json", "--memory", tmp_path)
+        assert (said.code, said.json["health"], said.json["out_of_sight"]) == (8, health, [1])
+
+
+def test_ages_of_a_node_that_says_nothing_more_are_lower_bounds(
+    two: Path, lit: Callable[..., None], tmp_path: Path
+) -> None:
+    lit(two, beacon("a", 0))
+    put(two, beacon("b", 1))
+    out = everstep("status", two, "--memory", tmp_path).out
+    assert re.search(r"^ *0  a +11  alive +8 +0\.5 s +0\.1 s", out, re.M), out
+    assert re.search(r"^ *1  b +11  suspect +8 +> 1\.\d s +> 0\.\d s", out, re.M), out
+    ranks = everstep("status", two, "--json", "--memory", tmp_path).json["ranks"]
+    assert [rank["ages_at_least"] for rank in ranks] == [False, True] and ranks[1]["step_age_s"] > 1
+
+
+def test_spare_nodes_are_listed(two: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As the agent on this node says."""
+    spares = [
+        {"spare": "h:1", "reached": True, "step": 5, "error": None},
+        {"spare": "h:2", "reached": False, "step": None, "error": "no agent can be reached"},
+        {"spare": "h:3", "reached": None, "step": None, "error": None},
+    ]
+    status = {"pid": 1, "guard": {"spares": spares}, "live": {}}
+    monkeypatch.setattr("everstep.cli.sight._agent_status", lambda place, run_ids: status)
+    said = CliRunner().invoke(main, ["status", str(two), "--json", "--memory", str(tmp_path)])
+    assert json.loads(said.output)["spares"] == spares
+    said = CliRunner().invoke(main, ["status", str(two), "--memory", str(tmp_path)])
+    assert "spare node h:1: reached, keeps step 5 of this node" in said.output
+    assert "spare node h:2: not reached: no agent can be reached" in said.output
+    assert "spare node h:3: keeps nothing of this node" in said.output
 
 
 def test_text_for_people(two: Path, lit: Callable[..., None], tmp_path: Path) -> None:

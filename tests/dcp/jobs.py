@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -365,6 +366,36 @@ def full_disk(where: Path) -> None:
     found = flat_state(3)
     dcp.load(found, storage_reader=ed.Reader(root))
     assert_same(found["layers.0.weight"].full_tensor(), after["layers.0.weight"].full_tensor())
+
+
+class Late(Broken):
+    """The ranks that do not fail write only when the failing one has given the save up."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        if not self.faults:
+            until = time.monotonic() + 60
+            while not list(Path(self.path).glob("checkpoints/*/*/manifest-2.json")):
+                assert time.monotonic() < until, "nobody gave the save up"
+                time.sleep(0.01)
+        return super().write_data(plan, planner)
+
+
+@case
+def given_up_before(where: Path) -> None:
+    """A save that another rank gave up before this one wrote is that rank's failure, and no other's."""
+    root = where / "given-up"
+    dcp.save(flat_state(1), storage_writer=ed.Writer(root))
+    fault = Fault("create", "vote", times=99, error=lambda name: NoSpace(name, "scripted: no space left"))
+    error = everyone_raises(
+        lambda: dcp.save(flat_state(2), storage_writer=Late(root, 1, fault)), "rank 1", "no space left"
+    )
+    assert isinstance(error, CheckpointException) and list(error.failures) == [1], error.failures
+    found = flat_state(3)
+    dcp.load(found, storage_reader=ed.Reader(root))
+    assert found["train_state"]["tokens"] == 1000
+    dcp.save(flat_state(2), storage_writer=ed.Writer(root))
+    dcp.load(found, storage_reader=ed.Reader(root))
+    assert found["train_state"]["tokens"] == 2000
 
 
 @case

@@ -29,7 +29,7 @@ from tests.dcp.kit import assert_same, blank, files, run_job
 
 FOUR = (
     "fsdp_save,fsdp_load,plan_caching,titan,per_rank,full_disk,full_disk_coordinator,refused_values,"
-    "async_thread,own_stager"
+    "given_up_before,async_thread,own_stager"
 )
 TWO = "fsdp_load,per_rank_elsewhere,installed_writer,without_collectives,other_shapes"
 

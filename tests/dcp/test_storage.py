@@ -22,7 +22,15 @@ from everstep.backends.api import Backend
 from everstep.backends.faults import Fault, Faulty
 from everstep.dcp.share import Share
 from everstep.dcp.stream import Segment, TensorStream
-from everstep.errors import EverstepError, RunInUse, StateMismatch, UnsupportedValue, UsageError
+from everstep.errors import (
+    EverstepError,
+    RunInUse,
+    SaveAbandoned,
+    StateMismatch,
+    UnsupportedValue,
+    UsageError,
+)
+from everstep.format.manifest import Abort, encode_decision
 from everstep.opening import this_writer
 from everstep.state.tensors import bytes_of
 from torch.distributed.checkpoint.api import CheckpointException
@@ -333,6 +341,26 @@ def test_another_living_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.undo()
     saved(tmp_path, {"w": torch.zeros(2)})
     assert not (other / "rank-00001.vote").exists() and not attempt.exists()
+    assert not loaded(tmp_path, {"w": torch.ones(2)})["w"].any()
+
+
+def test_a_save_that_was_given_up_in_between_is_refused_at_the_end(tmp_path: Path) -> None:
+    """By someone else, whose reason is told; what was there stays."""
+
+    class GivenUp(ed.Writer):
+        def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+            plans = super().prepare_global_plan(plans)
+            (step,) = tmp_path.glob("checkpoints/*/*")
+            number = len(list(step.glob("manifest-*.json"))) + 1
+            abort = Abort(int(step.parent.name), int(step.name), number, "rank 7: its disk is full", 7)
+            (step / f"manifest-{number}.json").write_bytes(encode_decision(abort))
+            return plans
+
+    saved(tmp_path, {"w": torch.ones(2)})
+    error = failure(lambda: dcp.save({"w": torch.zeros(2)}, storage_writer=GivenUp(tmp_path)))
+    assert isinstance(error, SaveAbandoned) and "rank 7: its disk is full" in str(error)
+    assert loaded(tmp_path, {"w": torch.ones(2)})["w"].all()
+    saved(tmp_path, {"w": torch.zeros(2)})
     assert not loaded(tmp_path, {"w": torch.ones(2)})["w"].any()
 
 

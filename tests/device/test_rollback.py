@@ -375,7 +375,7 @@ def test_a_step_that_is_nowhere_changes_nothing(root: Path) -> None:
     ckpt.load(training.state)
     train(ckpt, training, 1, 4)
     before = training.weights()
-    with pytest.raises(errors.NoCheckpoint, match="step 77"):
+    with pytest.raises(errors.NoCheckpoint, match=r"step 77.* can be loaded: 4, 3, 2"):
         ckpt.rollback(77, reason="too far")
     assert same_bits(training.weights(), before)
     train(ckpt, training, 5, 5)

@@ -94,7 +94,7 @@ def late(tensors: Sequence[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> tu
     monkeypatch.setattr(moving, "devices", lambda tensors: set())  # no real events
     slot: Any = Slot()
     into = [torch.zeros(tensor.shape) for tensor in tensors]
-    return LateCopy(slot, [f"t{n}" for n in range(len(tensors))], tensors, into), slot
+    return LateCopy(slot, lambda: [f"t{n}" for n in range(len(tensors))], tensors, into), slot
 
 
 def test_streams_wait_and_the_host_does_not(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_a_drain_publishes_when_the_device_says_that_it_is_done(device: Device) 
     slot: Any = Slot()
     drain = Drain(slot, "layout", [torch.ones(3)], [torch.zeros(3)])
     assert drain._queued.wait(WAIT_S)
-    drain._thread.join(0.05)
+    drain._ended.wait(0.05)
     assert slot.open and not drain.done()
     device.event.done.set()
     assert drain.wait(WAIT_S) == [] and slot.published == "layout"
@@ -171,7 +171,7 @@ def test_the_hook_lets_the_host_go_on_and_the_snapshot_is_published_later(
     snapshots.look()
     assert slot.open and not taken.whole and told == []
     device.event.done.set()
-    copying._thread.join(WAIT_S)
+    assert copying._ended.wait(WAIT_S)
     snapshots.look()
     assert slot.published == "layout" and taken.whole and told == ["settled"]
 

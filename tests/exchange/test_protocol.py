@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from everstep.errors import BadOption
 from everstep.exchange import protocol
 from everstep.exchange.client import PeerSource
 from everstep.exchange.errors import PeerLost
@@ -25,6 +26,7 @@ from everstep.format.hashing import chunk_hashes, image_root, rank_root
 from everstep.format.layout import Box, EntrySpec, build_layout, encode, layout_hash
 from everstep.format.vote import STATE_IMAGE, ImageRecord
 from everstep.peers.address import own_address
+from everstep.peers.listener import Listener
 from everstep.store.blocking import run_blocking
 from everstep.store.flush import write_meta
 
@@ -477,6 +479,15 @@ def test_the_environment_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("EVERSTEP_ADDRESS", "10.1.2.3")
     assert own_address() == "10.1.2.3"
+
+
+@pytest.mark.parametrize("wrong", ["192.0.2.7", "no-such-host.invalid"])
+def test_an_address_of_another_host_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    monkeypatch.setenv("EVERSTEP_ADDRESS", wrong)
+    with pytest.raises(BadOption, match=f"{wrong} is no address of this host.*EVERSTEP_ADDRESS"):
+        Server({}, b"token", host=own_address(), connections_max=1, idle_s=1.0)
+    with pytest.raises(BadOption, match=f"{wrong} is no address of this host.*EVERSTEP_ADDRESS"):
+        Listener(own_address(), 0, b"0123456789abcdef", "run", {}, me="there")
 
 
 def test_without_a_word_the_address_is_one_of_this_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

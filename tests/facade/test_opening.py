@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import pytest
 import torch
 from everstep import errors
 from everstep.format.sealed import seal
+from everstep.peers.listener import Listener
 
 from .kit import Forked, arenas_of, forget_memory, opened, steps_on_disk, until
 
@@ -466,14 +468,36 @@ def test_data_loaders_with_forked_workers_beside_it(root: Path, agent: str) -> N
     assert everstep.load(root)["n"] == 16
 
 
-def test_a_spare_node_that_is_down_keeps_no_job_from_starting(root: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        one_step_run(root)
+def test_a_file_of_the_secret_that_is_not_there_is_told_on_one_node_too(
+    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("EVERSTEP_SECRET", raising=False)
+    monkeypatch.setenv("EVERSTEP_SECRET_FILE", str(tmp_path / "nothing"))
+    ckpt = opened(root)
+    with pytest.raises(errors.BadOption, match=r"EVERSTEP_SECRET_FILE cannot be read.*nothing"):
+        ckpt.save(1, {"n": 1})
+    ckpt.close()
+    assert arenas_of(root) == []
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_spare_node_that_is_down_or_has_another_secret_keeps_no_job_from_starting(
+    root: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    monkeypatch.setenv("EVERSTEP_SECRET", "the secret of this very job")
+    one_step_run(root)
+    with contextlib.ExitStack() as stack:
+        if there:
+            spare = stack.enter_context(Listener("127.0.0.1", 0, b"another secret", "run", {}, me="spare"))
+            address = f"127.0.0.1:{spare.port}"
+        else:
+            taken = stack.enter_context(socket.socket())
+            taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
+            address = f"127.0.0.1:{taken.getsockname()[1]}"
+            monkeypatch.setattr("everstep.guarding.SPARE_S", 0.5)
         memory = everstep.Memory(replicas=1, spares=[address])  # type: ignore[arg-type]
         ckpt = opened(root, memory=memory, agent="process", policy={"linger_s": 0.5})
-        with pytest.warns(RuntimeWarning, match=f"cannot be reached, and keep nothing: {address}"):
+        with pytest.warns(RuntimeWarning, match=f"cannot be reached, and keep nothing: .*{address}"):
             ckpt.load({"n": 0})
         ckpt.step(2, {"n": 1})
         assert ckpt.status()["guarded"] is False

@@ -36,7 +36,7 @@ def test_it_says_who_lives_here_and_how_far_they_are(root: Path, node: str) -> N
     count = beacon.count
     until(lambda: only(root).count > count + 1, "it goes on")
     assert [path.name for path in (root / "live").iterdir() if not path.name.startswith(".tmp-")] == [
-        f"{ckpt._place.run_key}.json"
+        f"{ckpt._place.run_key}-{beacon.boot[:8]}.json"
     ]
     ckpt.close()
 

@@ -5,23 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from everstep.agent.client import AgentClient
-from everstep.agent.link import Link, State
 from everstep.agent.places import LOG
 from everstep.agent.protocol import Guarding
 from everstep.agent.values import AgentSettings, Hello, Progress
 from everstep.backends.files import LocalBackend
-from everstep.format.layout import Box, EntrySpec, build_layout, encode, layout_hash
-from everstep.format.records import IncarnationRecord, Writer
 from everstep.memory.arena import Arena
 from everstep.memory.directory import find_arenas
 from everstep.memory.header import Kind
@@ -30,28 +25,12 @@ from everstep.memory.slots import SnapshotInfo
 from everstep.peers.nodemap import NodeMap, PeerNode, encode_map
 from everstep.plan.retention import Retention
 from everstep.store.blocking import run_blocking
-from everstep.store.flush import write_meta
-from everstep.store.runs import add_incarnation, create_run
+from everstep.store.runs import create_run
 
-CHUNK = 4096
+from tests.small_run import CHUNK, SOON_S, agent_of, open_incarnation, payload, put_snapshot, until
+
 SLOT_BYTES = 512 << 10
 SECRET = b"a secret of thirty-two bytes ...."
-SOON_S = 20.0
-"""Far more than anything here takes; what is awaited is an event, never the time itself."""
-
-
-def until(look: Callable[[], Any], what: str, timeout_s: float = SOON_S) -> Any:
-    """The first true value of ``look``."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if found := look():
-            return found
-        time.sleep(0.01)
-    raise AssertionError(f"not within {timeout_s} s: {what}")
-
-
-def payload(incarnation: int, step: int, rank: int, nbytes: int) -> bytes:
-    return random.Random(f"{incarnation} {step} {rank}").randbytes(nbytes)
 
 
 @dataclass
@@ -87,16 +66,8 @@ class Node:
         return dict(self.ranks[0].client.status()["guard"] or {})
 
     def agent(self) -> Process | None:
-        """The process that is the agent now; it is not woken up or kept by being asked."""
-        link = Link(self.settings, None, up=lambda: None, lost=lambda why: None)
-        try:
-            deadline = time.monotonic() + 1.0
-            while link.state not in (State.UP, State.DOWN) and time.monotonic() < deadline:
-                link.advance()
-                link.wait(0.1)
-            return link.agent
-        finally:
-            link.close()
+        """See :func:`agent_of`."""
+        return agent_of(self.settings)
 
     def kill_agent(self, number: int = signal.SIGKILL) -> Process | None:
         agent = self.agent()
@@ -175,33 +146,9 @@ class Rank:
             ),
             "a free slot",
         )
-        data = payload(self.incarnation, step, self.rank, nbytes)
-        spec = EntrySpec("model", "w", "uint8", (len(data),), (Box((0,), (len(data),)),))
-        layout = build_layout([spec])
-        encoded = encode(layout)
-        meta = {
-            "mesh": {"dp": self.world},
-            "coordinates": {"dp": self.rank},
-            "parts": {"model": {"class": "Net", "settings": {}}},
-            "data": None,
-            "rng": [],
-            "metrics": {},
-            "config_hash": None,
-            "libraries": {},
-            "facts": {},
-        }
-        contents = {
-            f"image:{layout.images[0].name}": layout.images[0].header + data,
-            "state": f"step {step} rank {self.rank}".encode(),
-            "meta": write_meta(meta),
-            "layout": encoded,
-        }
-        views = slot.place([(name, len(value)) for name, value in contents.items()])
-        for name, value in contents.items():
-            views[name][:] = value
-        slot.publish(layout_hash(encoded))
+        info = put_snapshot(self.arena, slot, self.rank, self.world, self.incarnation, step, nbytes)
         self.client.taken(step, slot=slot.index, generation=slot.generation)
-        return next(found for found in self.arena.snapshots() if found.step == step)
+        return info
 
 
 class Job:
@@ -215,8 +162,8 @@ class Job:
         copies: int = 1,
         *,
         slots: int = 3,
-        timeout_s: float = 1.5,
-        limit_s: float = 30.0,
+        timeout_s: float = SOON_S,
+        limit_s: float = SOON_S,
         linger_s: float = 5.0,
         slot_bytes: int = SLOT_BYTES,
         spares: Sequence[str] = (),
@@ -227,7 +174,8 @@ class Job:
         parity: tuple[int, int] | None = None,
         rate: float | None = None,
     ) -> None:
-        """``places``: addresses under which others know a node's agent, if not its own; ``env`` of its agent;
+        """``timeout_s``: when training goes on without protection that makes no progress, by default never in a test;
+        ``places``: addresses under which others know a node's agent, if not its own; ``env`` of its agent;
         ``told_bytes``: what ranks say of their slots, if it is not the truth;
         ``mortal``: nodes whose trainers can :meth:`die`."""
         self.base = base
@@ -259,7 +207,7 @@ class Job:
     def open(self) -> Job:
         """The next incarnation: all ranks register, the agents listen, and guard."""
         world = self.per_node * len(self.nodes)
-        self.incarnation = self._record(world)
+        self.incarnation = open_incarnation(LocalBackend(self.base / "run"), world)
         for node in self.nodes:
             node.ranks = [
                 self._rank(node, node.index * self.per_node + at, world) for at in range(self.per_node)
@@ -307,6 +255,10 @@ class Job:
 
     def await_complete(self, step: int, timeout_s: float = SOON_S) -> None:
         until(lambda: self.complete_is(step), f"W = {step}", timeout_s)
+
+    def await_protected(self, step: int) -> None:
+        """W may have gone on without that."""
+        until(lambda: all(rank.protected >= step for rank in self.ranks), f"protection of step {step}")
 
     def reopen(self, nodes: int) -> Job:
         """The next incarnation, on the first ``nodes`` nodes."""
@@ -378,26 +330,3 @@ class Job:
         found = Process.of(self._bodies[rank].pid)
         assert found is not None
         return found
-
-    def _record(self, world: int) -> int:
-        def build(number: int) -> IncarnationRecord:
-            me = Process.current()
-            return IncarnationRecord(
-                number=number,
-                id=f"id{number}",
-                parent=None,
-                adopted_incarnation=None,
-                adopted_step=None,
-                fresh="test" if number > 1 else None,
-                world=world,
-                mesh={"dp": world},
-                config_hash=None,
-                config=None,
-                config_changes={},
-                config_reason=None,
-                loosened=(),
-                writer=Writer("here", me.boot, me.pid, me.start_time),
-                created="2026-01-01T00:00:00Z",
-            )
-
-        return run_blocking(add_incarnation(LocalBackend(self.base / "run"), build)).number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from everstep.errors import MemoryTooSmall, PeerLost
+from everstep.errors import MemoryTooSmall
 from everstep.memory.arena import Arena
 from everstep.memory.directory import find_arenas
 from everstep.memory.header import Kind
@@ -157,12 +158,32 @@ def test_a_spare_node_without_memory_is_told_before_the_first_step(
         started.open()
 
 
-def test_whoever_has_another_secret_is_not_served(job: Callable[..., Job], spare: Spare) -> None:
-    started = job()
-    keeps = spare(EVERSTEP_SECRET="another secret of enough bytes")
-    started.spares = (keeps.address(),)
-    with pytest.raises(PeerLost):
-        started.open()
+def test_a_spare_node_with_another_secret_keeps_nothing_and_stops_nobody(
+    job: Callable[..., Job], spare: Spare
+) -> None:
+    """It is told, like one that is down. One that comes there later is used."""
+    started = job(timeout_s=0.5)
+    stranger = spare(EVERSTEP_SECRET="another secret of enough bytes")
+    address = stranger.address()
+    started.spares = (address,)
+    started.open()
+    rank = started.ranks[0]
+    until(lambda: "peer_failed" in rank.stages(), "word of it")
+    (told, *_) = [one.error for one in rank.heard if one.stage == "peer_failed" and one.error]
+    assert address in told["message"] and "EVERSTEP_SECRET" in (told["hint"] or "")
+    started.snapshot(1)
+    started.await_complete(1)
+    assert stranger.held() == {} and {one.protected for one in started.ranks} == {-1}
+    (seen,) = started.nodes[0].status()["spares"]
+    assert (seen["spare"], seen["reached"], seen["step"]) == (address, False, None) and seen["error"]
+    assert stranger.end()[0] == 0
+    spare("--listen", address, EVERSTEP_SECRET=SECRET.decode()).address()
+    for step in (2, 3, 4):
+        started.snapshot(step)
+        started.await_complete(step)
+    until(lambda: {one.protected for one in started.ranks} == {4}, "protection by the right one")
+    (seen,) = started.nodes[0].status()["spares"]
+    assert (seen["spare"], seen["reached"], seen["error"]) == (address, True, None)
 
 
 def test_what_is_missing_is_said(job: Callable[..., Job], spare: Spare) -> None:
@@ -177,4 +198,7 @@ def test_what_is_missing_is_said(job: Callable[..., Job], spare: Spare) -> None:
     second = spare(**secret)
     assert second.process.wait(SOON_S) == 1 and "another agent" in second.end()[1]
     third = spare("--node", "third", "--listen", address, **secret)
-    assert third.process.wait(SOON_S) == 1 and "port" in third.end()[1]
+    assert third.process.wait(SOON_S) == 1
+    assert re.search(rf"port {address.split(chr(58))[1]} of 127.0.0.1 is taken.*--listen", third.end()[1])
+    fourth = spare("--node", "fourth", EVERSTEP_ADDRESS="192.0.2.7", **secret)
+    assert fourth.process.wait(SOON_S) == 1 and "192.0.2.7 is no address of this host" in fourth.end()[1]

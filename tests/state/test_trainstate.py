@@ -140,6 +140,35 @@ def test_late_tensors_are_the_optimizers_alone() -> None:
     assert state.optimizers() == [optimizer]
 
 
+def test_late_tensors_are_found_anew_each_time() -> None:
+    """By the very tensor or by its memory, and only while an optimizer owns it."""
+    parameter = nn.Parameter(torch.randn(3, 2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    momentum = optimizer.state[parameter]["momentum_buffer"]
+    extra = {"same": momentum.detach(), "part": momentum[1:], "turned": momentum.t(), "own": momentum.clone()}
+    state = TrainState(optimizer=optimizer, extra=extra, rng=False, weight=parameter.detach())
+
+    def late() -> set[str]:
+        leaves = state.flatten().leaves
+        return {f"{leaves[index].part}/{leaves[index].key}" for index in state.late_tensors(leaves)}
+
+    held = {"optimizer/state/#0/momentum_buffer", "weight/~root"}
+    assert late() == held
+
+    def detach(optimizer: torch.optim.Optimizer, content: dict[str, Any]) -> dict[str, Any]:
+        states = {at: {k: v.detach() for k, v in one.items()} for at, one in content["state"].items()}
+        return {**content, "state": states}
+
+    optimizer.register_state_dict_post_hook(detach)
+    assert late() == held  # other tensors, of the same memory
+    del optimizer.state[parameter]["momentum_buffer"]
+    assert late() == {"weight/~root"}
+    state.optimizer = None
+    assert late() == set()
+
+
 def test_gradients_between_two_optimizer_steps() -> None:
     def make(seed: int) -> TrainState:
         torch.manual_seed(seed)
