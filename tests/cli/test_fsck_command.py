@@ -62,11 +62,7 @@ def test_a_newer_format_cannot_be_told(tmp_path: Path) -> None:
         ["nowhere"],
         ["{run}", "--step", "77"],
         ["{run}", "--step", "x"],
-<<<<<<< HEAD
-        ["nothing://x/y"],
-=======
         ["s3://"],
->>>>>>> mirror
     ],
 )
 def test_a_wrong_call(made_run: Path, args: list[str]) -> None:
