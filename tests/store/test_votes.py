@@ -236,6 +236,13 @@ def test_layouts_of_more_ranks_than_are_held_at_once(tmp_path: Path, monkeypatch
 # ---------------------------------------------------------------------------------------------- the agent
 
 
+class NoNotes:
+    def load(self) -> bytes | None:
+        return None
+
+    async def save(self, data: bytes) -> None: ...
+
+
 class Owner:
     """What the pipeline needs of an agent that serves ``ranks``."""
 
@@ -253,6 +260,9 @@ class Owner:
 
     def local_ranks(self, incarnation: int) -> set[int]:
         return self.ranks
+
+    def notes(self, entry: JobEntry, name: str) -> NoNotes:
+        return NoNotes()
 
     async def remember(self, entry: JobEntry) -> None: ...
 
