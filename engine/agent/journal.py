@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,6 +59,11 @@ class JobEntry:
     def key(self) -> bytes:
         return _KEY.pack(self.incarnation, self.step, self.rank)
 
+    @property
+    def uploads(self) -> bytes:
+        """How the keys of the notes on its uploads begin: as if the root were a tier without a name."""
+        return self.key + hexdigest(b"").encode()
+
 
 @dataclass(frozen=True)
 class MirrorEntry:
@@ -75,9 +80,23 @@ class MirrorEntry:
     def key(self) -> bytes:
         return _KEY.pack(self.incarnation, self.step, 0) + hexdigest(self.tier.encode()).encode()
 
-    def note_key(self, name: str) -> bytes:
-        """Of the notes on the upload of object ``name``. LMDB's keys are short, names need not be."""
-        return self.key + hexdigest(name.encode()).encode()
+    def joined(self, ranks: Sequence[int]) -> MirrorEntry:
+        """The same mirror, with ``ranks`` seen to as well."""
+        return replace(self, ranks=tuple(sorted({*self.ranks, *ranks})))
+
+    @property
+    def uploads(self) -> bytes:
+        """How the keys of the notes on its uploads begin."""
+        return self.key
+
+
+Uploading = JobEntry | MirrorEntry
+"""What uploads belong to; their notes go with it."""
+
+
+def _note_key(entry: Uploading, name: str) -> bytes:
+    """Of the notes on the upload of object ``name``. LMDB's keys are short, names need not be."""
+    return entry.uploads + hexdigest(name.encode()).encode()
 
 
 @dataclass(frozen=True)
@@ -128,8 +147,8 @@ class Journal(Protocol):
     def drop_jobs(self, entries: list[JobEntry], owed: Sequence[MirrorEntry] = ()) -> None: ...
     def mirrors(self) -> list[MirrorEntry]: ...
     def drop_mirror(self, entry: MirrorEntry) -> None: ...
-    def upload(self, entry: MirrorEntry, name: str) -> bytes | None: ...
-    def put_upload(self, entry: MirrorEntry, name: str, data: bytes) -> None: ...
+    def upload(self, entry: Uploading, name: str) -> bytes | None: ...
+    def put_upload(self, entry: Uploading, name: str, data: bytes) -> None: ...
     def put_member(self, entry: MemberEntry) -> None: ...
     def drop_member(self, entry: MemberEntry) -> None: ...
     def guard(self) -> GuardEntry | None: ...
@@ -155,10 +174,10 @@ class NoJournal:
         return []
 
     def drop_mirror(self, entry: MirrorEntry) -> None: ...
-    def upload(self, entry: MirrorEntry, name: str) -> bytes | None:
+    def upload(self, entry: Uploading, name: str) -> bytes | None:
         return None
 
-    def put_upload(self, entry: MirrorEntry, name: str, data: bytes) -> None: ...
+    def put_upload(self, entry: Uploading, name: str, data: bytes) -> None: ...
     def put_member(self, entry: MemberEntry) -> None: ...
     def drop_member(self, entry: MemberEntry) -> None: ...
     def guard(self) -> GuardEntry | None:
@@ -228,8 +247,11 @@ class LmdbJournal:
                 value = txn.get(entry.key)
                 if value is not None and _decode(value)["attempt"] <= entry.attempt:
                     txn.delete(entry.key)
+                    self._drop_uploads(txn, entry)
             for mirror in owed:
-                txn.put(mirror.key, _encode(mirror), db=self._mirrors)
+                known = txn.get(mirror.key, db=self._mirrors)
+                former = () if known is None else msgspec.convert(_decode(known), MirrorEntry).ranks
+                txn.put(mirror.key, _encode(mirror.joined(former)), db=self._mirrors)
 
     def mirrors(self) -> list[MirrorEntry]:
         """By incarnation and step."""
@@ -240,22 +262,25 @@ class LmdbJournal:
         """It is there, or will not be; so are its uploads."""
         with self._env.begin(write=True, db=self._mirrors) as txn:
             txn.delete(entry.key)
-            cursor = txn.cursor(db=self._uploads)
-            found = cursor.set_range(entry.key)
-            while found and cursor.key().startswith(entry.key):
-                found = cursor.delete()
+            self._drop_uploads(txn, entry)
 
-    def upload(self, entry: MirrorEntry, name: str) -> bytes | None:
+    def _drop_uploads(self, txn: Any, entry: Uploading) -> None:
+        cursor = txn.cursor(db=self._uploads)
+        found = cursor.set_range(entry.uploads)
+        while found and cursor.key().startswith(entry.uploads):
+            found = cursor.delete()
+
+    def upload(self, entry: Uploading, name: str) -> bytes | None:
         """What :meth:`put_upload` said last."""
         with self._env.begin(db=self._uploads) as txn:
-            value = txn.get(entry.note_key(name))
+            value = txn.get(_note_key(entry, name))
             return None if value is None else bytes(value)
 
-    def put_upload(self, entry: MirrorEntry, name: str, data: bytes) -> None:
+    def put_upload(self, entry: Uploading, name: str, data: bytes) -> None:
         """How far the upload of object ``name`` has come, in the writer's own words."""
         try:
             with self._env.begin(write=True, db=self._uploads) as txn:
-                txn.put(entry.note_key(name), data)
+                txn.put(_note_key(entry, name), data)
         except lmdb.Error as error:
             raise AgentError("the agent's journal cannot be written", found=str(error)) from None
 
@@ -284,6 +309,23 @@ class LmdbJournal:
                 txn.put(key, _encode(entry))
         except lmdb.Error as error:
             raise AgentError("the agent's journal cannot be written", found=str(error)) from None
+
+
+class Notebook:
+    """Notes on one upload, in ``journal``; ``journaled`` runs a call of it in its thread."""
+
+    def __init__(
+        self, journal: Journal, journaled: Callable[..., Awaitable[Any]], entry: Uploading, name: str
+    ) -> None:
+        self._journal = journal
+        self._journaled = journaled
+        self._of = entry, name
+
+    def load(self) -> bytes | None:
+        return self._journal.upload(*self._of)
+
+    async def save(self, data: bytes) -> None:
+        await self._journaled(self._journal.put_upload, *self._of, data)
 
 
 def _encode(value: Any) -> bytes:

@@ -14,7 +14,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -177,10 +177,21 @@ class Line:
         return {(entry.incarnation, entry.step) for entry in [*now, *self._waiting]}
 
     def owe(self, entries: Sequence[MirrorEntry]) -> None:
-        self._waiting.extend(entries)
-        while len(self._waiting) > WAITING_MAX:
+        for entry in entries:
+            self._add(entry)
+        while len(self._waiting) > WAITING_MAX + (self._now is None):
             self._drop(self._waiting.popleft())
         self._wake.set()
+
+    def _add(self, entry: MirrorEntry) -> None:
+        """After a restart the journal and each of the trainers may name the same one."""
+        if self._now is not None and self._now.key == entry.key and {*entry.ranks} <= {*self._now.ranks}:
+            return
+        for at, known in enumerate(self._waiting):
+            if known.key == entry.key:
+                self._waiting[at] = known.joined(entry.ranks)
+                return
+        self._waiting.append(entry)
 
     def leave(self) -> list[MirrorEntry]:
         """Stop; what is still owed."""
@@ -354,17 +365,3 @@ class Line:
     ) -> None:
         if error is not None:
             log.warning("%s: rotation failed: %s", self.tier.name, error)
-
-
-class Notebook:
-    """Notes on one upload, in the journal."""
-
-    def __init__(self, load: Callable[[], bytes | None], save: Callable[[bytes], Awaitable[None]]) -> None:
-        self._load = load
-        self._save = save
-
-    def load(self) -> bytes | None:
-        return self._load()
-
-    async def save(self, data: bytes) -> None:
-        await self._save(data)

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from everstep.backends.api import Backend
+from everstep.backends.api import Backend, Notes
 from everstep.backends.errors import BackendError
 from everstep.backends.points import reach
 from everstep.errors import AgentError, EverstepError, SaveFailed, StorageFull
@@ -106,6 +106,8 @@ class Owner(Protocol):
     async def forget(self, entries: list[JobEntry], manifest: Manifest | None = None) -> None:
         """They are over; with ``manifest`` as a checkpoint, which is owed to their further tiers from now on."""
         ...
+
+    def notes(self, entry: JobEntry, name: str) -> Notes: ...
 
     def local_ranks(self, incarnation: int) -> set[int]:
         """The ranks of that incarnation that registered on this node."""
@@ -310,6 +312,7 @@ class Pipeline:
                 chunk_bytes=self._run.chunk_bytes,
                 run=self._run,
                 layouts=self._known_layouts(),
+                notes=functools.partial(self._owner.notes, entry),
             )
         )
         reach("agent.voted", str(entry.step))

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from everstep.backends.api import Backend
+from everstep.backends.api import Backend, Notes
 from everstep.backends.errors import BackendError
 from everstep.backends.limit import RateLimited
 from everstep.errors import AgentError, EverstepError, Superseded
@@ -33,7 +33,7 @@ from everstep.store.runs import open_run
 from .beacon import Beacons
 from .elsewhere import Elsewhere
 from .guard import SameRun
-from .journal import GuardEntry, JobEntry, Journal, NoJournal
+from .journal import GuardEntry, JobEntry, Journal, NoJournal, Notebook, Uploading
 from .members import FLUSHED, KEPT, Member, Members, find_snapshot, open_arena
 from .orphans import Orphans
 from .pipeline import Flush, Pipeline
@@ -84,7 +84,6 @@ class Service:
         self.pipeline: Pipeline | None = None
         self.journal = journal
         self._journal_thread = ThreadPoolExecutor(1, thread_name_prefix="everstep-journal")
-        self.open_backend = open_backend
         self.open_backend = open_backend
         self._backend = Root(settings.root, settings.options, open_backend)
         self._guarded: Backend = self._backend
@@ -432,6 +431,9 @@ class Service:
 
     async def forget(self, entries: list[JobEntry], manifest: Manifest | None = None) -> None:
         await self.tiers.settle(entries, manifest)
+
+    def notes(self, entry: Uploading, name: str) -> Notes:
+        return Notebook(self.journal, self.journaled, entry, name)
 
     async def journaled_guard(self, entry: GuardEntry) -> None:
         await self.journaled(self.journal.put_guard, entry)

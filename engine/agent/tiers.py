@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from everstep.format.manifest import Manifest
 from everstep.format.records import RunRecord
 
 from .journal import JobEntry, MirrorEntry
-from .mirrors import Key, Mirrors, Notebook
+from .mirrors import Key, Mirrors
 from .values import Progress, TierSettings
 
 if TYPE_CHECKING:
@@ -111,12 +110,7 @@ class Tiers:
             log.error("step %d: %s", entry.step, error)
 
     def notes(self, entry: MirrorEntry, name: str) -> Notes:
-        journal = self._service.journal
-
-        async def save(data: bytes) -> None:
-            await self._service.journaled(journal.put_upload, entry, name, data)
-
-        return Notebook(functools.partial(journal.upload, entry, name), save)
+        return self._service.notes(entry, name)
 
     def open_tier(self, tier: TierSettings) -> Backend:
         backend = self._service.open_backend(tier.url, tier.options)

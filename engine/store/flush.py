@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-from everstep.backends.api import Backend
+from everstep.backends.api import Backend, Notes
 from everstep.backends.errors import Conflict, NotFound
 from everstep.backends.points import reach
 from everstep.errors import BadOption, Damaged, SaveAbandoned, SaveFailed
@@ -48,6 +48,10 @@ LAYOUT_REGION = "layout"
 META_REGION = "meta"
 IMAGE_REGION = "image:"
 """Names of a slot's regions; an image's region is this and the image's name."""
+
+
+NotesOf = Callable[[str], Notes]
+"""What is remembered of an object's upload, by the object's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +106,11 @@ async def flush_rank(
     chunk_bytes: int,
     run: RunRecord,
     layouts: set[str] | None = None,
+    notes: NotesOf | None = None,
 ) -> Vote:
     """Write the pinned snapshot as ``job``'s share and vote. Doing it again, after a crash at any point, ends
     in the same vote. ``layouts`` are hashes of those that were found right on the backend before; this one is added.
+    ``notes`` gives, by an object's name, what its writer remembers over a crash.
 
     Raises SaveFailed or StorageFull (nothing counts; the same attempt may be tried again), SaveAbandoned (the
     attempt was given up), SlotGone (the slot was reused), Damaged (the slot's bytes changed after sealing),
@@ -133,7 +139,7 @@ async def flush_rank(
         records = tuple(
             await each(
                 images,
-                lambda image: _write_image(backend, job, pinned, image, chunk_bytes, pool),
+                lambda image: _write_image(backend, job, pinned, image, chunk_bytes, pool, notes),
                 limit=parallel,
             )
         )
@@ -258,6 +264,7 @@ async def _write_image(
     image: _Source,
     chunk_bytes: int,
     pool: ThreadPoolExecutor,
+    notes: NotesOf | None,
 ) -> ImageRecord:
     """Write one image out of the slot."""
     sealed = {record.name: record for record in pinned.sealed() or ()}
@@ -266,7 +273,7 @@ async def _write_image(
         _check_sealed(job, image, sealed, first, chunks, chunk_bytes)
 
     source = _Mapped(pinned.view(image.region))
-    return await write_image(backend, job, image.image, image.name, source, chunk_bytes, pool, check)
+    return await write_image(backend, job, image.image, image.name, source, chunk_bytes, pool, check, notes)
 
 
 async def write_image(
@@ -278,6 +285,7 @@ async def write_image(
     chunk_bytes: int,
     pool: ThreadPoolExecutor,
     check: Callable[[int, bytes], None] | None = None,
+    notes: NotesOf | None = None,
 ) -> ImageRecord:
     """Write ``source`` as the object ``name``, each piece hashed before it leaves; ``image`` is its name in the vote.
     ``check`` sees the hashes of each piece, from its first chunk's number on, before that. The writer publishes the
@@ -294,7 +302,7 @@ async def write_image(
         return loop.run_in_executor(pool, hash_piece, *pieces[index])
 
     with writing(backend, name, step=job.step, rank=job.rank):
-        writer = await backend.open_writer(name, source.nbytes)
+        writer = await backend.open_writer(name, source.nbytes, notes(name) if notes is not None else None)
         ahead = hashed(0) if pieces else None
         try:
             for index, (start, _) in enumerate(pieces):

@@ -236,6 +236,13 @@ def test_layouts_of_more_ranks_than_are_held_at_once(tmp_path: Path, monkeypatch
 # ---------------------------------------------------------------------------------------------- the agent
 
 
+class NoNotes:
+    def load(self) -> bytes | None:
+        return None
+
+    async def save(self, data: bytes) -> None: ...
+
+
 class Owner:
     """What the pipeline needs of an agent that serves ``ranks``."""
 
@@ -254,9 +261,12 @@ class Owner:
     def local_ranks(self, incarnation: int) -> set[int]:
         return self.ranks
 
+    def notes(self, entry: JobEntry, name: str) -> NoNotes:
+        return NoNotes()
+
     async def remember(self, entry: JobEntry) -> None: ...
 
-    async def forget(self, entries: list[JobEntry]) -> None: ...
+    async def forget(self, entries: list[JobEntry], manifest: object = None) -> None: ...
 
     async def stand_in(self, flush: Flush, missing: list[int]) -> list[int]:
         return []
