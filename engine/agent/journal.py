@@ -1,6 +1,6 @@
 """What the agent has promised and not yet done, in LMDB, so that the next agent goes on after a kill -9.
 
-Two kinds of entries: jobs (a rank's flush of a step that was acknowledged) and members (trainers that
+Entries are jobs (a rank's flush of a step that was acknowledged), uploads (notes on a job's) and members (trainers that
 registered and neither said goodbye nor were seen off). Calls may wait for the disk: they are made from one
 helper thread, never from the agent's loop. Only the holder of the agent's lock opens it.
 """
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import lmdb
 import msgspec
 from everstep.errors import AgentError
+from everstep.format.hashing import hexdigest
 
 VERSION = 1
 MAP_BYTES = 16 << 20
@@ -23,6 +24,8 @@ MAP_BYTES = 16 << 20
 
 _KEY = struct.Struct(">QQI")
 _GUARD = b"guard"
+_JOB = b"job"
+"""Stands between a job's key and what belongs to it."""
 
 QUEUED = "queued"
 VOTED = "voted"
@@ -52,6 +55,10 @@ class JobEntry:
     @property
     def key(self) -> bytes:
         return _KEY.pack(self.incarnation, self.step, self.rank)
+
+    def note_key(self, name: str) -> bytes:
+        """Of the notes on the upload of object ``name``. LMDB's keys are short, names need not be."""
+        return self.key + _JOB + hexdigest(name.encode()).encode()
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,8 @@ class Journal(Protocol):
     def members(self) -> list[MemberEntry]: ...
     def put_job(self, entry: JobEntry) -> None: ...
     def drop_jobs(self, entries: list[JobEntry]) -> None: ...
+    def upload(self, entry: JobEntry, name: str) -> bytes | None: ...
+    def put_upload(self, entry: JobEntry, name: str, data: bytes) -> None: ...
     def put_member(self, entry: MemberEntry) -> None: ...
     def drop_member(self, entry: MemberEntry) -> None: ...
     def guard(self) -> GuardEntry | None: ...
@@ -121,6 +130,10 @@ class NoJournal:
 
     def put_job(self, entry: JobEntry) -> None: ...
     def drop_jobs(self, entries: list[JobEntry]) -> None: ...
+    def upload(self, entry: JobEntry, name: str) -> bytes | None:
+        return None
+
+    def put_upload(self, entry: JobEntry, name: str, data: bytes) -> None: ...
     def put_member(self, entry: MemberEntry) -> None: ...
     def drop_member(self, entry: MemberEntry) -> None: ...
     def guard(self) -> GuardEntry | None:
@@ -148,11 +161,12 @@ class LmdbJournal:
         path.mkdir(mode=0o700, exist_ok=True)
         # No lock file of LMDB's own: the agent's lock admits one process, and a killed reader leaves
         # nothing stale.
-        self._env = lmdb.open(str(path), map_size=MAP_BYTES, max_dbs=3, lock=False, mode=0o600)
+        self._env = lmdb.open(str(path), map_size=MAP_BYTES, max_dbs=4, lock=False, mode=0o600)
         try:
             self._meta = self._env.open_db(b"meta")
             self._jobs = self._env.open_db(b"jobs")
             self._members = self._env.open_db(b"members")
+            self._uploads = self._env.open_db(b"uploads")
             with self._env.begin(write=True, db=self._meta) as txn:
                 known = msgspec.msgpack.decode(txn.get(b"state", _encode({"v": VERSION, "epoch": 0})))
                 if known["v"] != VERSION:
@@ -180,12 +194,30 @@ class LmdbJournal:
         self._put(self._jobs, entry.key, entry)
 
     def drop_jobs(self, entries: list[JobEntry]) -> None:
-        """Forget these; one that was replaced by a later attempt meanwhile stays."""
+        """Forget these, and their uploads; one that was replaced by a later attempt meanwhile stays."""
         with self._env.begin(write=True, db=self._jobs) as txn:
             for entry in entries:
                 value = txn.get(entry.key)
                 if value is not None and _decode(value)["attempt"] <= entry.attempt:
                     txn.delete(entry.key)
+                    cursor = txn.cursor(db=self._uploads)
+                    found = cursor.set_range(entry.key + _JOB)
+                    while found and cursor.key().startswith(entry.key + _JOB):
+                        found = cursor.delete()
+
+    def upload(self, entry: JobEntry, name: str) -> bytes | None:
+        """What :meth:`put_upload` said last."""
+        with self._env.begin(db=self._uploads) as txn:
+            value = txn.get(entry.note_key(name))
+            return None if value is None else bytes(value)
+
+    def put_upload(self, entry: JobEntry, name: str, data: bytes) -> None:
+        """How far the upload of object ``name`` has come, in the writer's own words."""
+        try:
+            with self._env.begin(write=True, db=self._uploads) as txn:
+                txn.put(entry.note_key(name), data)
+        except lmdb.Error as error:
+            raise AgentError("the agent's journal cannot be written", found=str(error)) from None
 
     def put_member(self, entry: MemberEntry) -> None:
         self._put(self._members, entry.key, entry)

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from everstep.backends.api import Backend
+from everstep.backends.api import Backend, Notes
 from everstep.backends.errors import BackendError
 from everstep.backends.points import reach
 from everstep.errors import AgentError, EverstepError, SaveFailed, StorageFull
@@ -104,6 +104,10 @@ class Owner(Protocol):
     async def remember(self, entry: JobEntry) -> None: ...
 
     async def forget(self, entries: list[JobEntry]) -> None: ...
+
+    def notes(self, entry: JobEntry, name: str) -> Notes:
+        """On the upload of an object of the job."""
+        ...
 
     def local_ranks(self, incarnation: int) -> set[int]:
         """The ranks of that incarnation that registered on this node."""
@@ -301,6 +305,7 @@ class Pipeline:
                 chunk_bytes=self._run.chunk_bytes,
                 run=self._run,
                 layouts=self._known_layouts(),
+                notes=functools.partial(self._owner.notes, entry),
             )
         )
         reach("agent.voted", str(entry.step))

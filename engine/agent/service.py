@@ -33,6 +33,7 @@ from .elsewhere import Elsewhere
 from .guard import SameRun
 from .journal import GuardEntry, JobEntry, Journal, NoJournal
 from .members import FLUSHED, KEPT, Member, Members, find_snapshot, open_arena
+from .notes import UploadNotes
 from .orphans import Orphans
 from .pipeline import Flush, Pipeline
 from .protection import Protection
@@ -470,6 +471,9 @@ class Service:
 
     async def forget(self, entries: list[JobEntry]) -> None:
         await self._journaled(self._journal.drop_jobs, entries)
+
+    def notes(self, entry: JobEntry, name: str) -> UploadNotes:
+        return UploadNotes(self._journal, entry, name, self._journaled)
 
     async def journaled_guard(self, entry: GuardEntry) -> None:
         await self._journaled(self._journal.put_guard, entry)

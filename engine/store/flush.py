@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-from everstep.backends.api import Backend
+from everstep.backends.api import Backend, Notes
 from everstep.backends.errors import Conflict, NotFound
 from everstep.backends.points import reach
 from everstep.errors import BadOption, Damaged, SaveAbandoned, SaveFailed
@@ -102,9 +102,11 @@ async def flush_rank(
     chunk_bytes: int,
     run: RunRecord,
     layouts: set[str] | None = None,
+    notes: Callable[[str], Notes] | None = None,
 ) -> Vote:
     """Write the pinned snapshot as ``job``'s share and vote. Doing it again, after a crash at any point, ends
     in the same vote. ``layouts`` are hashes of those that were found right on the backend before; this one is added.
+    ``notes`` are the writers', by object.
 
     Raises SaveFailed or StorageFull (nothing counts; the same attempt may be tried again), SaveAbandoned (the
     attempt was given up), SlotGone (the slot was reused), Damaged (the slot's bytes changed after sealing),
@@ -133,7 +135,7 @@ async def flush_rank(
         records = tuple(
             await each(
                 images,
-                lambda image: _write_image(backend, job, pinned, image, chunk_bytes, pool),
+                lambda image: _write_image(backend, job, pinned, image, chunk_bytes, pool, notes),
                 limit=parallel,
             )
         )
@@ -258,6 +260,7 @@ async def _write_image(
     image: _Source,
     chunk_bytes: int,
     pool: ThreadPoolExecutor,
+    notes: Callable[[str], Notes] | None,
 ) -> ImageRecord:
     """Write one image out of the slot."""
     sealed = {record.name: record for record in pinned.sealed() or ()}
@@ -266,7 +269,17 @@ async def _write_image(
         _check_sealed(job, image, sealed, first, chunks, chunk_bytes)
 
     source = _Mapped(pinned.view(image.region))
-    return await write_image(backend, job, image.image, image.name, source, chunk_bytes, pool, check)
+    return await write_image(
+        backend,
+        job,
+        image.image,
+        image.name,
+        source,
+        chunk_bytes,
+        pool,
+        check,
+        None if notes is None else notes(image.name),
+    )
 
 
 async def write_image(
@@ -278,10 +291,11 @@ async def write_image(
     chunk_bytes: int,
     pool: ThreadPoolExecutor,
     check: Callable[[int, bytes], None] | None = None,
+    notes: Notes | None = None,
 ) -> ImageRecord:
     """Write ``source`` as the object ``name``, each piece hashed before it leaves; ``image`` is its name in the vote.
-    ``check`` sees the hashes of each piece, from its first chunk's number on, before that. The writer publishes the
-    image whole or not at all."""
+    ``notes`` are the writer's. ``check`` sees the hashes of each piece, from its first chunk's number on, before that.
+    The writer publishes the image whole or not at all."""
     loop = asyncio.get_running_loop()
     pieces = list(_pieces(source.nbytes, chunk_bytes))
     chunks: list[bytes] = []
@@ -294,7 +308,7 @@ async def write_image(
         return loop.run_in_executor(pool, hash_piece, *pieces[index])
 
     with writing(backend, name, step=job.step, rank=job.rank):
-        writer = await backend.open_writer(name, source.nbytes)
+        writer = await backend.open_writer(name, source.nbytes, notes)
         ahead = hashed(0) if pieces else None
         try:
             for index, (start, _) in enumerate(pieces):

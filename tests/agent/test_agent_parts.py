@@ -134,6 +134,26 @@ def test_forgetting_an_attempt_does_not_forget_a_later_one(tmp_path: Path) -> No
     journal.close()
 
 
+def test_notes_on_uploads_go_with_their_job(tmp_path: Path) -> None:
+    journal = LmdbJournal(tmp_path / "journal")
+    other = replace(JOB, rank=JOB.rank + 1)
+    for entry in (JOB, other):
+        journal.put_job(entry)
+        for name in ("a", "b" * 900):
+            journal.put_upload(entry, name, f"{entry.rank}{name}".encode())
+    journal.put_upload(JOB, "a", b"later")
+    journal.close()
+    again = LmdbJournal(tmp_path / "journal")
+    assert again.jobs() == [JOB, other] or again.jobs() == [other, JOB]
+    assert again.upload(JOB, "a") == b"later" and again.upload(JOB, "c") is None
+    again.drop_jobs([replace(JOB, attempt=JOB.attempt - 1)])
+    assert again.upload(JOB, "a") == b"later", "an older attempt's end says nothing of it"
+    again.drop_jobs([JOB])
+    assert again.upload(JOB, "a") is None and again.upload(JOB, "b" * 900) is None
+    assert again.upload(other, "b" * 900) == f"{other.rank}{'b' * 900}".encode()
+    again.close()
+
+
 @pytest.mark.parametrize("damage", [b"", b"garbage" * 1000, b"\0" * 65536])
 def test_a_damaged_journal_is_set_aside(tmp_path: Path, damage: bytes) -> None:
     for _ in range(2):

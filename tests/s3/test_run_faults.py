@@ -8,12 +8,14 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import everstep
 import pytest
 import torch
 from everstep import errors
+from everstep.backends.s3writer import PART_BYTES
 from everstep.format import names
 from everstep.format.beacon import encode_beacon
 from everstep.format.records import decode_incarnation, encode_incarnation
@@ -30,6 +32,7 @@ from .wire import Request
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 EVER = 1 << 30
+PARTS = 12
 
 
 @pytest.fixture
@@ -125,6 +128,38 @@ def test_a_writer_on_another_host_is_seen_in_the_bucket(s3_server: S3Server) -> 
     finally:
         far.stop()
     everstep.save(url, 2, state, storage_options=s3_server.storage_options)
+
+
+def test_a_killed_agents_finished_parts_are_not_sent_again(
+    s3_server: S3Server, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, options = s3_server.url(), through(proxy, s3_server)
+    state = kit.tensors(5, nbytes=PARTS * PART_BYTES)
+    monkeypatch.setenv("EVERSTEP_AGENT_POINTS", f"kill:s3.part.after:w.safetensors:{PARTS // 2}")
+    with kit.opened(url, s3_server, storage_options=options) as ckpt:
+        ckpt.load({"w": torch.zeros(1)})
+        ckpt.step(1, state)
+        first = ckpt.agent_pid
+        monkeypatch.delenv("EVERSTEP_AGENT_POINTS")
+        handle = ckpt.save(1, state)
+        assert first is not None
+        until(lambda: not _lives(first), "the agent is dead")
+        finished = {one.part for one in proxy.requests if one.part and one.status == 200}
+        before = len(proxy.requests)
+        handle.wait(timeout_s=60)
+    again = {one.part for one in proxy.requests[before:] if one.part}
+    assert len(finished) >= PARTS // 2 - 1 and again
+    assert not finished & again, (finished, again)
+    assert torch.equal(everstep.load(url, storage_options=options)["w"], state["w"])
+    assert kit.uploads(s3_server, url) == []
+
+
+def _lives(pid: int) -> bool:
+    """Whether it runs: a process that nobody has reaped yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ import pytest
 from everstep.agent.journal import JobEntry
 from everstep.agent.pipeline import Flush, Pipeline
 from everstep.agent.values import Progress
+from everstep.backends.api import Notes
 from everstep.backends.files import LocalBackend
 from everstep.errors import Damaged, StateMismatch
 from everstep.format import names
@@ -236,6 +237,13 @@ def test_layouts_of_more_ranks_than_are_held_at_once(tmp_path: Path, monkeypatch
 # ---------------------------------------------------------------------------------------------- the agent
 
 
+class NoNotes:
+    def load(self) -> bytes | None:
+        return None
+
+    async def save(self, data: bytes) -> None: ...
+
+
 class Owner:
     """What the pipeline needs of an agent that serves ``ranks``."""
 
@@ -257,6 +265,9 @@ class Owner:
     async def remember(self, entry: JobEntry) -> None: ...
 
     async def forget(self, entries: list[JobEntry]) -> None: ...
+
+    def notes(self, entry: JobEntry, name: str) -> Notes:
+        return NoNotes()
 
     async def stand_in(self, flush: Flush, missing: list[int]) -> list[int]:
         return []
