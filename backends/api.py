@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from .errors import Permanent
@@ -40,6 +40,9 @@ class Capabilities:
     """:meth:`Backend.create` publishes whole objects, at most once per name, on every client alike."""
     shared: bool
     """Every node sees the same objects (False: node-local)."""
+    flat: bool = False
+    """Names lie in no directories: listing all below a prefix costs a request per thousand objects, listing the
+    children of each directory costs at least one each."""
     direct_io: bool = False
     """Reads and writes of 4 KiB-aligned memory bypass the page cache where the file system can."""
 
@@ -50,6 +53,9 @@ class Item:
 
     name: str
     nbytes: int
+    modified: float | None = field(default=None, compare=False)
+    """When it was last written (an upload: begun), in seconds since the epoch by the store's own clock; None where the
+    store does not say."""
 
 
 Items = list[Item]
@@ -72,6 +78,18 @@ class Writer(Protocol):
         ...
 
     async def abort(self) -> None: ...
+
+
+class Notes(Protocol):
+    """What a writer wants to know again after a crash: a few hundred bytes, kept by the caller for one object."""
+
+    def load(self) -> bytes | None:
+        """What was saved last, by whichever process."""
+        ...
+
+    async def save(self, data: bytes) -> None:
+        """Keep ``data`` in place of what was saved before; durable when it returns. Empty: nothing to know."""
+        ...
 
 
 class Backend(Protocol):
@@ -97,8 +115,12 @@ class Backend(Protocol):
         """Size in bytes. Raises NotFound."""
         ...
 
-    async def open_writer(self, name: str, nbytes: int) -> Writer:
-        """Start writing an object of ``nbytes``. An existing object of that name is replaced at commit."""
+    async def open_writer(self, name: str, nbytes: int, notes: Notes | None = None) -> Writer:
+        """Start writing an object of ``nbytes``. An existing object of that name is replaced at commit.
+
+        With ``notes`` the writer may go on where one that was killed stopped: the caller writes all bytes again, and
+        what is there already, with the same checksum, is not sent. Notes belong to one object of one place; a
+        backend that has no use for them ignores them."""
         ...
 
     async def write(self, name: str, data: bytes) -> None:

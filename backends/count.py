@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 
-from .api import Backend, Item, Items, Names, Writer
+from .api import Backend, Item, Items, Names, Notes, Writer
 from .wrap import Wrapper, WriterWrapper
 
 
@@ -37,9 +37,9 @@ class Counting(Wrapper):
         self.operations["size"] += 1
         return await self.inner.size(name)
 
-    async def open_writer(self, name: str, nbytes: int) -> Writer:
+    async def open_writer(self, name: str, nbytes: int, notes: Notes | None = None) -> Writer:
         self.operations["open_writer"] += 1
-        return _CountingWriter(await self.inner.open_writer(name, nbytes), self)
+        return _CountingWriter(await self.inner.open_writer(name, nbytes, notes), self)
 
     async def write(self, name: str, data: bytes) -> None:
         self.operations["write"] += 1

@@ -50,7 +50,14 @@ class NoSpace(Permanent):
 
 
 class Retryable(BackendError):
-    """May succeed when tried again."""
+    """May succeed when tried again; where the store said so, not before ``after_s`` seconds have passed."""
+
+    def __init__(self, name: str, cause: str = "", after_s: float | None = None) -> None:
+        super().__init__(name, cause)
+        self.after_s = after_s
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, self.cause, self.after_s)
 
 
 class ShortRead(BackendError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 
-from .api import Backend, Item, Items, Names, Writer, check_name
+from .api import Backend, Item, Items, Names, Notes, Writer, check_name
 from .errors import BackendError, Retryable
 from .wrap import Wrapper, WriterWrapper
 
@@ -73,9 +73,9 @@ class Faulty(Wrapper):
         struck.after()
         return nbytes
 
-    async def open_writer(self, name: str, nbytes: int) -> Writer:
+    async def open_writer(self, name: str, nbytes: int, notes: Notes | None = None) -> Writer:
         struck = self.meet("open_writer", name)
-        writer = await self.inner.open_writer(name, nbytes)
+        writer = await self.inner.open_writer(name, nbytes, notes)
         if struck.lose_answer:
             await writer.abort()
         struck.after()

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from .api import Capabilities, Item, Items, Names, check_name
+from .api import Capabilities, Item, Items, Names, Notes, check_name
 from .door import Door
 from .errors import Permanent
 from .filewriter import FileWriter
@@ -67,7 +67,7 @@ class LocalBackend:
     async def size(self, name: str) -> int:
         return await self._run(lambda: self._files.size(name))
 
-    async def open_writer(self, name: str, nbytes: int) -> LocalWriter:
+    async def open_writer(self, name: str, nbytes: int, notes: Notes | None = None) -> LocalWriter:
         opened: list[FileWriter] = []
         try:
             await self._run(lambda: opened.append(self._files.open_writer(name, nbytes)))

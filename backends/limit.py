@@ -5,14 +5,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from .aligned import BLOCK, as_bytes
-from .api import Backend, Writer
+from .api import Backend, Notes, Writer
 from .errors import Permanent
 from .wrap import Wrapper, WriterWrapper
 
+SLICE_BYTES = 64 << 10
+"""Bytes that a network backend hands to the wire, or takes from it, between two looks at its gate."""
+
 BUCKET_S = 0.1
 """The bucket holds what the rate gives in this time: the most by which any stretch of time can exceed it."""
+
+
+class Gate(Protocol):
+    """What bytes pass on their way over the wire."""
+
+    async def take(self, nbytes: int) -> None:
+        """Wait until ``nbytes`` may go."""
+        ...
 
 
 class TokenBucket:
@@ -59,8 +71,8 @@ class RateLimited(Wrapper):
             raise Permanent(inner.url, f"a rate of {bytes_per_s} bytes/s")
         self._bucket = TokenBucket(bytes_per_s, clock, sleep)
 
-    async def open_writer(self, name: str, nbytes: int) -> Writer:
-        return _LimitedWriter(await self.inner.open_writer(name, nbytes), self._bucket, name)
+    async def open_writer(self, name: str, nbytes: int, notes: Notes | None = None) -> Writer:
+        return _LimitedWriter(await self.inner.open_writer(name, nbytes, notes), self._bucket, name)
 
     async def write(self, name: str, data: bytes) -> None:
         if len(data) <= self._bucket.nbytes_max:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from functools import partial
 from typing import TypeVar
 
-from .api import Backend, Item, Items, Names, Writer
+from .api import Backend, Item, Items, Names, Notes, Writer
 from .errors import Permanent, Retryable
 from .wrap import Wrapper
 
@@ -21,10 +21,35 @@ WAIT_S_FIRST = 0.1
 WAIT_S_MAX = 10.0
 """Seconds before the second try; doubled for each further one, up to the maximum."""
 
+AFTER_S_MAX = 60.0
+"""Seconds for which a store may ask at most ("Retry-After")."""
+
+
+async def repeat(
+    attempt: Callable[[], Awaitable[T]],
+    *,
+    tries_max: int = TRIES_MAX,
+    wait_s_first: float = WAIT_S_FIRST,
+    wait_s_max: float = WAIT_S_MAX,
+    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    draw: Callable[[], float] = random.random,
+) -> T:
+    """Do ``attempt`` until it raises no :class:`Retryable`, or was tried ``tries_max`` times. Waits double and are
+    drawn between half and all of that, so that many clients do not come back at once; one that the store asked for
+    is kept, up to ``AFTER_S_MAX``."""
+    wait_s = wait_s_first
+    for _ in range(tries_max - 1):
+        try:
+            return await attempt()
+        except Retryable as error:
+            asked_s = min(error.after_s or 0.0, AFTER_S_MAX)
+            await sleep(max(wait_s * (0.5 + 0.5 * draw()), asked_s))
+            wait_s = min(2 * wait_s, wait_s_max)
+    return await attempt()
+
 
 class Retrying(Wrapper):
-    """Repeats an operation that raises :class:`Retryable`, with waits that double and are drawn between half
-    and all of that, so that many clients do not come back at once. Any other error passes at once; so does
+    """Repeats an operation that raises :class:`Retryable` (:func:`repeat`). Any other error passes at once; so does
     the last Retryable.
 
     A listing is gathered before it is handed on, and so repeated as a whole. Opening a writer is repeated;
@@ -59,8 +84,8 @@ class Retrying(Wrapper):
     async def size(self, name: str) -> int:
         return await self._retry(partial(self.inner.size, name))
 
-    async def open_writer(self, name: str, nbytes: int) -> Writer:
-        return await self._retry(partial(self.inner.open_writer, name, nbytes))
+    async def open_writer(self, name: str, nbytes: int, notes: Notes | None = None) -> Writer:
+        return await self._retry(partial(self.inner.open_writer, name, nbytes, notes))
 
     async def write(self, name: str, data: bytes) -> None:
         await self._retry(partial(self.inner.write, name, data))
@@ -88,11 +113,11 @@ class Retrying(Wrapper):
         return [item async for item in self.inner.list(prefix)]
 
     async def _retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        wait_s = self._wait_s_first
-        for _ in range(self._tries_max - 1):
-            try:
-                return await attempt()
-            except Retryable:
-                await self._sleep(wait_s * (0.5 + 0.5 * self._draw()))
-                wait_s = min(2 * wait_s, self._wait_s_max)
-        return await attempt()
+        return await repeat(
+            attempt,
+            tries_max=self._tries_max,
+            wait_s_first=self._wait_s_first,
+            wait_s_max=self._wait_s_max,
+            sleep=self._sleep,
+            draw=self._draw,
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
 
-from .api import Backend, Capabilities, Item, Items, Names, Writer
+from .api import Backend, Capabilities, Item, Items, Names, Notes, Writer
 
 
 class Wrapper:
@@ -30,8 +30,8 @@ class Wrapper:
     async def size(self, name: str) -> int:
         return await self.inner.size(name)
 
-    async def open_writer(self, name: str, nbytes: int) -> Writer:
-        return await self.inner.open_writer(name, nbytes)
+    async def open_writer(self, name: str, nbytes: int, notes: Notes | None = None) -> Writer:
+        return await self.inner.open_writer(name, nbytes, notes)
 
     async def write(self, name: str, data: bytes) -> None:
         await self.inner.write(name, data)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from everstep.backends.api import Backend, Writer
+from everstep.backends.api import Backend, Notes, Writer
 from everstep.backends.errors import NotFound
 from everstep.backends.wrap import Wrapper, WriterWrapper
 from everstep.errors import SaveFailed
@@ -41,9 +41,9 @@ class SameRun(Wrapper):
                 expected=self._run.run_id,
             )
 
-    async def open_writer(self, name: str, nbytes: int) -> Writer:
+    async def open_writer(self, name: str, nbytes: int, notes: Notes | None = None) -> Writer:
         await self.check(name)
-        return _Guarded(await self.inner.open_writer(name, nbytes), self, name)
+        return _Guarded(await self.inner.open_writer(name, nbytes, notes), self, name)
 
     async def write(self, name: str, data: bytes) -> None:
         await self.check(name)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from everstep.backends.api import Backend, Item, Writer
+from everstep.backends.api import Backend, Item, Notes, Writer
 from everstep.backends.conformance import content, names_of, put
 from everstep.backends.count import Counting
 from everstep.backends.errors import (
@@ -71,7 +71,7 @@ class Sink(Wrapper):
         self.pause = pause
         self.passed: list[tuple[float, int]] = []
 
-    async def open_writer(self, name: str, nbytes: int) -> Writer:
+    async def open_writer(self, name: str, nbytes: int, notes: Notes | None = None) -> Writer:
         return SinkWriter(self)
 
     async def create(self, name: str, data: bytes) -> None:

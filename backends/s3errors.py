@@ -1,0 +1,157 @@
+"""From what S3 servers, botocore and the network say to the backends' own errors. No text of these has a secret: of a
+server's answer only code and message are taken."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import Any
+
+from aiohttp import ClientError as HttpError
+from botocore import exceptions as boto
+
+from .errors import BackendError, Conflict, NoSpace, NotFound, Permanent, Retryable, ShortRead
+
+CAUSE_CHARS_MAX = 300
+"""Characters of a server's own words in an error."""
+
+
+class Expired(Permanent):
+    """Credentials that are not, or no longer, taken: new ones may be."""
+
+
+class NoUpload(NotFound):
+    """A multipart upload that was completed, aborted, or never was."""
+
+
+class PartLost(BackendError):
+    """A part that was sent, and that the server says it does not have."""
+
+
+_EXPIRED = frozenset(
+    {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId"}
+)
+
+_CODES: dict[str, type[BackendError]] = {
+    **dict.fromkeys(_EXPIRED, Expired),
+    "NoSuchKey": NotFound,
+    "NoSuchUpload": NoUpload,
+    "InvalidPart": PartLost,
+    "InvalidPartOrder": PartLost,
+    "EntityTooSmall": PartLost,
+    "PreconditionFailed": Conflict,
+    "InvalidRange": ShortRead,
+    "NoSuchBucket": Permanent,
+    "QuotaExceeded": NoSpace,
+    "XMinioStorageFull": NoSpace,
+    "XMinioAdminBucketQuotaExceeded": NoSpace,
+    "InsufficientStorage": NoSpace,
+    # Damaged or cut on its way to the server, which found it out: right the next time.
+    "BadDigest": Retryable,
+    "InvalidDigest": Retryable,
+    "XAmzContentSHA256Mismatch": Retryable,
+    "XAmzContentChecksumMismatch": Retryable,
+    "IncompleteBody": Retryable,
+    "MissingContentLength": Retryable,
+    # Two conditional requests at one moment; the server says that one of them is to come again.
+    "ConditionalRequestConflict": Retryable,
+    "OperationAborted": Retryable,
+    "RequestTimeout": Retryable,
+    "SlowDown": Retryable,
+    "Throttling": Retryable,
+    "ThrottlingException": Retryable,
+    "RequestLimitExceeded": Retryable,
+    "BandwidthLimitExceeded": Retryable,
+    "TooManyRequests": Retryable,
+}
+
+_STATUS: dict[int, type[BackendError]] = {
+    404: NotFound,
+    408: Retryable,
+    409: Retryable,
+    412: Conflict,
+    416: ShortRead,
+    425: Retryable,
+    429: Retryable,
+    501: Permanent,
+    507: NoSpace,
+}
+"""By status, for answers without a code that is known; other ones from 500 on are Retryable, the rest Permanent."""
+
+_HINTS = {
+    "NoSuchBucket": "the bucket does not exist",
+    "AccessDenied": "denied; these credentials lack the right",
+    "403": "denied; these credentials lack the right",
+    "AllAccessDisabled": "denied",
+    "InvalidAccessKeyId": "this access key is unknown there",
+    "SignatureDoesNotMatch": "the secret key is not that of the access key",
+    "ExpiredToken": "the credentials have expired",
+    "RequestTimeTooSkewed": "this machine's clock is off",
+    "PermanentRedirect": "the bucket is in another region, or behind another endpoint",
+    "AuthorizationHeaderMalformed": "the bucket is in another region",
+    "IllegalLocationConstraintException": "the bucket is in another region",
+    "301": "the bucket is in another region",
+}
+
+_TRANSIENT = (
+    *(boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, boto.ReadTimeoutError),
+    *(boto.ResponseStreamingError, boto.UnseekableStreamError, boto.CredentialRetrievalError),
+    *(boto.MetadataRetrievalError, HttpError, asyncio.TimeoutError, OSError),
+)
+
+
+def from_s3_error(error: Exception, name: str) -> BackendError:
+    """What a backend raises for ``error``, met at the object ``name``."""
+    if isinstance(error, BackendError):
+        return error
+    if isinstance(error, boto.ClientError):
+        return _from_answer(error.response, name)
+    if _certificate_refused(error):
+        return Permanent(name, "the server's certificate is not trusted")
+    if isinstance(error, _TRANSIENT) or type(error).__name__ == "ResponseParserError":
+        return Retryable(name, _cut(str(error) or type(error).__name__))
+    if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError)):
+        return Expired(name, f"no credentials: {_cut(str(error))}")
+    return Permanent(name, _cut(f"{type(error).__name__}: {error}"))
+
+
+def _from_answer(response: Any, name: str) -> BackendError:
+    told = response.get("Error", {})
+    about = response.get("ResponseMetadata", {})
+    code, status = str(told.get("Code", "")), int(about.get("HTTPStatusCode", 0))
+    headers = about.get("HTTPHeaders", {})
+    kind = _CODES.get(code) or _STATUS.get(status) or (Retryable if status >= 500 else Permanent)
+    cause = _cut(": ".join(text for text in (code or str(status), str(told.get("Message") or "")) if text))
+    hint = _HINTS.get(code)
+    if hint:
+        cause = f"{hint} ({cause})"
+    if region := headers.get("x-amz-bucket-region"):
+        cause += f"; its region: {_cut(str(region))}"
+    if kind is Retryable:
+        return Retryable(name, cause, retry_after_s(headers.get("retry-after")))
+    return kind(name, cause)
+
+
+def retry_after_s(header: object) -> float | None:
+    """The seconds of a Retry-After header; None where it has none (a date is not taken: clocks differ)."""
+    try:
+        seconds = float(str(header))
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds < float("inf") else None
+
+
+def _certificate_refused(error: BaseException | None) -> bool:
+    """Whether a refused certificate is at the bottom of ``error``."""
+    for _ in range(8):
+        if error is None:
+            return False
+        if isinstance(error, ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY_FAILED" in str(error):
+            return True
+        error = error.__cause__ or error.__context__ or getattr(error, "kwargs", {}).get("error")
+    return False
+
+
+def _cut(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= CAUSE_CHARS_MAX else text[:CAUSE_CHARS_MAX] + "..."
