@@ -64,7 +64,9 @@ def run_s3(
     load = os.getloadavg()[0]
     with ExitStack() as stack:
         work = Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="everstep-bench-", dir=directory or Path.cwd()))
+            stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="everstep-bench-", dir=directory or Path.cwd())
+            )
         )
         memory = stack.enter_context(_memory())
         tell("starting the server")
@@ -272,7 +274,9 @@ class _Bench:
             yield
         except (Failed, Mismatch) as error:
             if way == OWN:
-                raise error if isinstance(error, Mismatch) else EverstepError(f"{OWN} failed: {error}") from None
+                raise (
+                    error if isinstance(error, Mismatch) else EverstepError(f"{OWN} failed: {error}")
+                ) from None
             self.left_out[way] = str(error)
 
     def rivals(self) -> list[str]:
@@ -332,7 +336,11 @@ class _Limited:
         bench = self._bench
         image_bytes = max(int(self.rate * RATE_WINDOWS * self._window_s) // IMAGES, 1)
         with relayed(bench.server.endpoint) as relay, ExitStack() as stack:
-            env = {**bench.server.env, "AWS_ENDPOINT_URL": relay.endpoint, "AWS_ENDPOINT_URL_S3": relay.endpoint}
+            env = {
+                **bench.server.env,
+                "AWS_ENDPOINT_URL": relay.endpoint,
+                "AWS_ENDPOINT_URL_S3": relay.endpoint,
+            }
             try:
                 worker = _Worker(bench.setup(OWN, image_bytes, self.rate), env)
                 stack.callback(worker.end)
