@@ -86,18 +86,6 @@ def test_keys_that_expire_in_mid_run_are_read_again(s3_server: S3Server, proxy: 
     assert torch.equal(everstep.load(url, storage_options=options)["w"], state["w"])
 
 
-def test_a_server_that_is_slow_to_come_back_is_waited_for(s3_server: S3Server, proxy: S3Proxy) -> None:
-    url, options = s3_server.url(), through(proxy, s3_server)
-    state = {"w": torch.arange(100.0)}
-    with kit.opened(url, s3_server, storage_options=options, agent="inline") as ckpt:
-        ckpt.load(state)
-        ckpt.step(1, state)
-        away = Fault("reset", when=is_image, times=3)
-        proxy.clear([away])
-        ckpt.save(1, state).wait()
-        assert away.struck == 3
-
-
 def test_a_writer_on_another_host_is_seen_in_the_bucket(s3_server: S3Server) -> None:
     url = s3_server.url()
     state = {"n": 1}
