@@ -7,6 +7,7 @@ run are the requests at which faults can strike; a :class:`Kind` is one sort of 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -299,27 +300,36 @@ STORIES: dict[str, Story] = {
 
 @dataclass(frozen=True)
 class Place:
-    """One request of a story: the ``nth`` of its operation and part."""
+    """One request of a story: the ``nth`` of its operation, at its key or listed prefix below the root, and part."""
 
     operation: str
+    where: str
     part: int | None
     nth: int
     nbytes: int
     answer_nbytes: int
 
     def matches(self, request: Request) -> bool:
-        return (request.operation, request.part) == (self.operation, self.part)
+        found = request.key or request.query.get("prefix", "")
+        return (request.operation, request.part) == (self.operation, self.part) and found.endswith(self.where)
+
+    @property
+    def shape(self) -> tuple[str, str]:
+        """Equal for requests of the same sort."""
+        return self.operation, re.sub(r"[0-9a-f]{32}|\d+", "0", self.where)
 
     def __str__(self) -> str:
-        return f"{self.operation}{f' part {self.part}' if self.part else ''} #{self.nth}"
+        return f"{self.operation} {self.where}{f' part {self.part}' if self.part else ''} #{self.nth}"
 
 
-def places_of(requests: list[Request]) -> list[Place]:
-    """The places of a clean run, in order."""
-    met: Counter[tuple[str, int | None]] = Counter()
+def places_of(requests: list[Request], url: str) -> list[Place]:
+    """The places of a clean run at ``url``, in order."""
+    root = url.removeprefix("s3://").partition("/")[2]
+    met: Counter[tuple[str, str, int | None]] = Counter()
     places = []
     for request in requests:
-        which = request.operation, request.part
+        where = (request.key or request.query.get("prefix", "")).removeprefix(root)
+        which = request.operation, where, request.part
         met[which] += 1
         places.append(Place(*which, met[which], request.nbytes, request.answer_nbytes))
     return places

@@ -54,7 +54,7 @@ class Stage:
         assert error is None, error
         story.check(truth, told, None)
         assert truth.uploads() == []
-        return stories.places_of(self.proxy.requests)
+        return stories.places_of(self.proxy.requests, truth.url)
 
     async def strike(self, story: Story, kind: Kind, place: Place, *, goes_on: bool = False) -> None:
         truth = Truth(self.server, self.server.url())
