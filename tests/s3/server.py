@@ -45,8 +45,8 @@ PORTS = (
 class S3Server:
     """An endpoint with a bucket in which the tests may do as they like below ``prefix``.
 
-    ``reader`` and ``reader_secret`` belong to a user who may read and list, and not write; empty where the endpoint
-    is not ours."""
+    ``reader`` and ``reader_secret`` belong to a user who may read and list, and not write, ``successor`` and
+    ``successor_secret`` to one who may do everything, as ``key`` may; empty where the endpoint is not ours."""
 
     endpoint: str
     bucket: str
@@ -55,6 +55,8 @@ class S3Server:
     prefix: str = "suite"
     reader: str = ""
     reader_secret: str = field(default="", repr=False)
+    successor: str = ""
+    successor_secret: str = field(default="", repr=False)
     pid: int = 0
 
     def url(self, name: str | None = None) -> str:
@@ -124,7 +126,7 @@ def _named(url: str) -> S3Server:
         os.environ["AWS_SECRET_ACCESS_KEY"],
         parts.path.strip("/") or "suite",
     )
-    _make_bucket(server)
+    make_bucket(server)
     return server
 
 
@@ -138,6 +140,8 @@ def _start(directory: Path) -> tuple[subprocess.Popen[bytes], S3Server]:
         secrets.token_hex(16),
         reader="reader",
         reader_secret=secrets.token_hex(16),
+        successor="successor",
+        successor_secret=secrets.token_hex(16),
     )
     config = directory / "s3.json"
     config.write_text(json.dumps(_identities(server)))
@@ -188,6 +192,7 @@ def _identities(server: S3Server) -> dict[str, Any]:
     return {
         "identities": [
             identity(server.key, server.secret, ["Admin", "Read", "List", "Tagging", "Write"]),
+            identity(server.successor, server.successor_secret, ["Admin", "Read", "List", "Tagging", "Write"]),
             identity(server.reader, server.reader_secret, ["Read", "List"]),
         ]
     }
@@ -208,7 +213,7 @@ def _wait(process: subprocess.Popen[bytes], server: S3Server, log: Path) -> None
     client = server.client()
     while True:
         try:
-            _make_bucket(server)
+            make_bucket(server)
             client.put_object(Bucket=server.bucket, Key="started", Body=b"1")
             client.delete_object(Bucket=server.bucket, Key="started")
             return
@@ -220,7 +225,7 @@ def _wait(process: subprocess.Popen[bytes], server: S3Server, log: Path) -> None
             raise RuntimeError(f"the S3 server did not come up: {error}\n{text}") from error
 
 
-def _make_bucket(server: S3Server) -> None:
+def make_bucket(server: S3Server) -> None:
     try:
         server.client().create_bucket(Bucket=server.bucket)
     except ClientError as error:
