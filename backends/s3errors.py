@@ -19,7 +19,7 @@ CAUSE_CHARS_MAX = 300
 
 
 class Expired(Permanent):
-    """Credentials that are not, or no longer, taken: new ones may be."""
+    """Credentials, or a signature, that are not, or no longer, taken: new ones may be."""
 
 
 class NoUpload(NotFound):
@@ -36,6 +36,8 @@ _EXPIRED = frozenset(
 
 _CODES: dict[str, type[BackendError]] = {
     **dict.fromkeys(_EXPIRED, Expired),
+    # A signature is too old where a machine slept, or its clock has been set right since.
+    "RequestTimeTooSkewed": Expired,
     "NoSuchKey": NotFound,
     "NoSuchUpload": NoUpload,
     "InvalidPart": PartLost,

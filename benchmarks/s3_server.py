@@ -46,8 +46,8 @@ PORTS = (
 class S3Server:
     """An endpoint with a bucket in which the tests may do as they like below ``prefix``.
 
-    ``reader`` and ``reader_secret`` belong to a user who may read and list, and not write; empty where the endpoint
-    is not ours."""
+    ``reader`` and ``reader_secret`` belong to a user who may read and list, and not write, ``successor`` and
+    ``successor_secret`` to one who may do everything, as ``key`` may; empty where the endpoint is not ours."""
 
     endpoint: str
     bucket: str
@@ -56,6 +56,8 @@ class S3Server:
     prefix: str = "suite"
     reader: str = ""
     reader_secret: str = field(default="", repr=False)
+    successor: str = ""
+    successor_secret: str = field(default="", repr=False)
     pid: int = 0
 
     def url(self, name: str | None = None) -> str:
@@ -120,7 +122,7 @@ def named_server(url: str, prefix: str) -> S3Server:
             "in the environment"
         )
     server = S3Server(endpoint, parts.netloc, key, secret, parts.path.strip("/") or prefix)
-    _make_bucket(server)
+    make_bucket(server)
     return server
 
 
@@ -134,6 +136,8 @@ def _start(directory: Path, volumes: int) -> tuple[subprocess.Popen[bytes], S3Se
         secrets.token_hex(16),
         reader="reader",
         reader_secret=secrets.token_hex(16),
+        successor="successor",
+        successor_secret=secrets.token_hex(16),
     )
     config = directory / "s3.json"
     config.write_text(json.dumps(_identities(server)))
@@ -185,6 +189,7 @@ def _identities(server: S3Server) -> dict[str, Any]:
     return {
         "identities": [
             identity(server.key, server.secret, ["Admin", "Read", "List", "Tagging", "Write"]),
+            identity(server.successor, server.successor_secret, ["Admin", "Read", "List", "Tagging", "Write"]),
             identity(server.reader, server.reader_secret, ["Read", "List"]),
         ]
     }
@@ -205,7 +210,7 @@ def _wait(process: subprocess.Popen[bytes], server: S3Server, log: Path) -> None
     client = server.client()
     while True:
         try:
-            _make_bucket(server)
+            make_bucket(server)
             client.put_object(Bucket=server.bucket, Key="started", Body=b"1")
             client.delete_object(Bucket=server.bucket, Key="started")
             return
@@ -217,7 +222,7 @@ def _wait(process: subprocess.Popen[bytes], server: S3Server, log: Path) -> None
             raise RuntimeError(f"the S3 server did not come up: {error}\n{text}") from error
 
 
-def _make_bucket(server: S3Server) -> None:
+def make_bucket(server: S3Server) -> None:
     try:
         server.client().create_bucket(Bucket=server.bucket)
     except ClientError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -50,6 +51,8 @@ class Request:
     """Of the body that the client was to be sent."""
     fault: str = ""
     """What struck it."""
+    access_key: str = ""
+    """Whose it is; no secret."""
 
     @property
     def part(self) -> int | None:
@@ -125,7 +128,9 @@ class Head:
         headers = {name.lower(): value for name, value in self.headers if name.lower() not in SECRET_HEADERS}
         shown = {name: value for name, value in query.items() if name.lower() not in SECRET_QUERIES}
         operation = operation_of(method, key, query, headers)
-        return Request(number, method, bucket, key, shown, headers, operation)
+        signer = re.search(r"Credential=([^/,\s]+)/", header(self.headers, "authorization"))
+        access_key = signer[1] if signer else ""
+        return Request(number, method, bucket, key, shown, headers, operation, access_key=access_key)
 
     @property
     def status(self) -> int:
