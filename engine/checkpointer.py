@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from . import opened
 from .adopted import Adopted
-from .agent.asking import ask_status
-from .agent.client import HeldArena, fetch_arenas
+from .agent.asking import ask_status, loading
+from .agent.client import AgentSettings, HeldArena, fetch_arenas
 from .backends.api import Backend
 from .backends.open import open_backend
 from .config import config_hash, plain_config, plain_step
@@ -179,7 +179,7 @@ class Checkpointer:
         self, state: TrainState, step: int | None, config_reason: str | None, held: Sequence[Arena]
     ) -> Recovery | None:
         ranks, tier = self._meet()
-        with open_arenas(tier.directory, held) as arenas:
+        with loading(self._agent_of_run()), open_arenas(tier.directory, held) as arenas:
             found = Loader(
                 self._backend,
                 ranks,
@@ -363,14 +363,19 @@ class Checkpointer:
             loosened=recovery.loosened,
         )
 
+    def _agent_of_run(self) -> AgentSettings | None:
+        """How this node's agent of the run is found, if it may have one; there is nothing to ask before a run."""
+        with contextlib.suppress(EverstepError):  # what is wrong with the run, the loader says, to all ranks
+            run = find_run(self._backend)
+            if run is not None and self._agent == "process" and self._place.agent_dir(run.run_id).is_dir():
+                return agent_settings(self._place, self._policy, run.run_id, run.chunk_bytes)
+        return None
+
     def _kept_by_agent(self) -> list[Arena]:
         """Arenas without a path that a former process of this node left with the agent."""
+        settings = self._agent_of_run()
         with contextlib.suppress(EverstepError):
-            run = find_run(self._backend)  # what is wrong with it, the loader says, to all ranks
-            if run is None or self._agent != "process" or not self._place.agent_dir(run.run_id).is_dir():
-                return []
-            settings = agent_settings(self._place, self._policy, run.run_id, run.chunk_bytes)
-            return self._attached(fetch_arenas(settings))
+            return self._attached(fetch_arenas(settings)) if settings is not None else []
         return []
 
     @staticmethod
@@ -451,13 +456,10 @@ class Checkpointer:
 
     def _agents_address(self) -> str | None:
         """Where the agent that this node has already, a spare node's perhaps, listens to others."""
+        settings = self._agent_of_run()
         with contextlib.suppress(EverstepError):
-            run = find_run(self._backend)
-            if run is not None and self._agent == "process":
-                said = (
-                    ask_status(agent_settings(self._place, self._policy, run.run_id, run.chunk_bytes)) or {}
-                )
-                return (said.get("guard") or {}).get("address")
+            said = ask_status(settings) if settings is not None else None
+            return ((said or {}).get("guard") or {}).get("address")
         return None
 
     def _spares(self, ranks: Ranks, given: Sequence[str]) -> tuple[str, ...]:

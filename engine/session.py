@@ -135,6 +135,7 @@ class Session:
 
     def step(self, step: int, state: TrainState, metrics: Mapping[str, Any] | None) -> SaveHandle | None:
         """What the schedule says for ``step``."""
+        self._heartbeat.called()
         self.hear()
         self._check_order(step, again=False)
         decision = self._decisions.of(step, lambda: len(self.outcomes.unfinished()))
@@ -148,6 +149,7 @@ class Session:
     def save(self, step: int, state: TrainState, metrics: Mapping[str, Any] | None) -> SaveHandle:
         """A full checkpoint of ``step``, whatever the schedule says; of the snapshot that is there, if it is of
         this very step."""
+        self._heartbeat.called()
         self.hear()
         self._check_order(step, again=True)
         newest = self._snapshots.newest
@@ -332,7 +334,7 @@ class Session:
                 meta,
                 late=late,
                 timeout_s=self._policy.slot_timeout_s,
-                waiting=self._hear_quietly,
+                waiting=self._wait_for_slot,
             )
         except BaseException as error:
             # The other ranks ask for a flush of this step: let them hear at once why it cannot be.
@@ -410,7 +412,12 @@ class Session:
             step=step,
         )
 
+    def _wait_for_slot(self) -> None:
+        self._heartbeat.waits()
+        self._hear_quietly()
+
     def _look(self, seconds: float) -> None:
+        self._heartbeat.waits()
         for progress in self._client.listen(min(seconds, 0.5)):
             self._note(progress)
 

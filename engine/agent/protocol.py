@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from everstep.errors import AgentError
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Goes up with every change of the messages after the handshake."""
 
 FRAME_BYTES_MAX = 1 << 20
@@ -80,6 +80,17 @@ class ArenasRequest(msgspec.Struct, tag="arenas?", tag_field="t"):
 
     number: int
     descriptors: bool
+
+
+class Loading(msgspec.Struct, tag="loading", tag_field="t"):
+    """Said without registering: the process begins to load, or (``ended``) is done. What an agent sends in the
+    background stands back meanwhile."""
+
+    number: int
+    pid: int
+    start_time: int
+    boot: str
+    ended: bool
 
 
 class Listen(msgspec.Struct, tag="listen", tag_field="t"):
@@ -166,6 +177,12 @@ class ArenasAnswer(msgspec.Struct, tag="arenas", tag_field="t"):
     arenas: list[dict[str, Any]]
 
 
+class Noted(msgspec.Struct, tag="noted", tag_field="t"):
+    """The agent knows who loads."""
+
+    number: int
+
+
 class Listening(msgspec.Struct, tag="listening", tag_field="t"):
     """Where other nodes' agents reach this one; or why not."""
 
@@ -194,12 +211,25 @@ Request = (
     | Ping
     | StatusRequest
     | ArenasRequest
+    | Loading
     | Listen
     | Guarding
     | Taken
     | Bye
 )
-Reply = Answer | Welcome | Refused | News | Pong | StatusAnswer | ArenasAnswer | Listening | Guarded | Goodbye
+Reply = (
+    Answer
+    | Welcome
+    | Refused
+    | News
+    | Pong
+    | StatusAnswer
+    | ArenasAnswer
+    | Noted
+    | Listening
+    | Guarded
+    | Goodbye
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

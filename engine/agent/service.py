@@ -33,6 +33,7 @@ from .guard import SameRun
 from .journal import GuardEntry, JobEntry, Journal, NoJournal
 from .members import FLUSHED, KEPT, Member, Members, find_snapshot, open_arena
 from .orphans import Orphans
+from .pacing import Pacing
 from .pipeline import Flush, Pipeline
 from .protection import Protection
 from .protocol import (
@@ -44,6 +45,7 @@ from .protocol import (
     Goodbye,
     Guarding,
     Listen,
+    Loading,
     News,
     Register,
     Request,
@@ -92,6 +94,7 @@ class Service:
         self._events: EventLog | None = None
         self._orphans = Orphans(self)
         self.protection = Protection(self)
+        self.pacing = Pacing(self.members.of_newest, settings.rate_bytes_per_s)
         self.beacons = Beacons(self)
         self._registered: set[Peer] = set()
         self._order = 0
@@ -112,6 +115,7 @@ class Service:
         self.keep(self._resume())
         self.keep(self._linger())
         self.keep(self.beacons.run())
+        self.keep(self.pacing.run())
 
     async def close(self) -> None:
         for task in list(self._tasks):
@@ -124,6 +128,7 @@ class Service:
             await self.pipeline.close()
         await self._write_events()
         await self.beacons.close()
+        self.pacing.close()
         self.members.close()
         self._journal_thread.shutdown()
         self._journal.close()
@@ -240,6 +245,8 @@ class Service:
                 peer.send(StatusAnswer(request.number, self.status()))
             elif isinstance(request, ArenasRequest):
                 self._send_arenas(peer, request)
+            elif isinstance(request, Loading):
+                self.pacing.hear(peer, request)
             elif peer.member is None:
                 raise AgentError("register first", found=type(request).__name__)
             elif isinstance(request, FlushRequest):
@@ -268,6 +275,7 @@ class Service:
             if fd is not None:
                 os.close(fd)
         self.members.add(member)
+        self.pacing.loaded(member.process)
         self.protection.joined(member)
         if hello.arena:
             await self._journaled(self._journal.put_member, member.entry())
@@ -312,16 +320,11 @@ class Service:
 
     def _follow(self, theirs: AgentSettings) -> None:
         """The newest incarnation's wishes count."""
-        before, self.settings = self.settings, theirs
+        self.settings = theirs
         self._pipeline.commit_timeout_s = theirs.commit_timeout_s
-        if theirs.rate_bytes_per_s != before.rate_bytes_per_s:
-            self._pipeline.backend = self._limited()
+        self.pacing.follow(theirs.rate_bytes_per_s)
         if self._rotator is not None:
             self._rotator.retention = theirs.retention
-
-    def _limited(self) -> Backend:
-        rate = self.settings.rate_bytes_per_s
-        return RateLimited(self._guarded, rate) if rate else self._guarded
 
     async def _flush(self, member: Member, request: FlushRequest) -> None:
         entry = self.entry_of(
@@ -496,7 +499,7 @@ class Service:
         self.pipeline = Pipeline(
             self,
             record,
-            self._limited(),
+            RateLimited(self._guarded, self.pacing.root),
             queue_max=self.settings.queue_max,
             commit_timeout_s=self.settings.commit_timeout_s,
         )

@@ -37,5 +37,6 @@ def describe(service: Service, epoch: int, seconds: float) -> dict[str, Any]:
             }
             for f in flushes
         ],
+        "pace": service.pacing.status(),
         "guard": service.protection.status(),
     }
