@@ -9,7 +9,8 @@ from typing import Literal, TypeGuard
 
 from .errors import BadOption
 from .peers.address import split_address
-from .plan.schedule import parse_every
+from .plan.pace import parse_rate
+from .plan.schedule import AUTO, parse_duration, parse_every
 
 SHARED_MEMORY = Path("/dev/shm")
 SLOTS_MIN = 3
@@ -132,10 +133,20 @@ class Policy:
     What differed once is looked at again at each flush. Second copies (``Memory(replicas=)``) are compared with what is
     stored at every flush in any case, by the agents.
 
-    ``rate_bytes_per_s`` limits what the agent writes. ``commit_timeout_s`` bounds the wait for the other ranks'
-    votes, ``slot_timeout_s`` the wait of the training loop for a free slot, ``rank_timeout_s`` any wait for
-    another rank, ``close_timeout_s`` the drain at the end. Every rank gives a sign of life each ``heartbeat_s``; one
-    that gave none for ``heartbeat_timeout_s`` (default: four times that) is suspected.
+    ``full_every="auto"`` takes the interval that loses the least time (Young, Daly), from what a flush is measured to
+    cost training and ``mtbf``, the mean time between failures of the job ("6h").
+
+    ``max_unsaved`` is how much training may hang on memory alone: once the newest durable step is older than that, in
+    steps or time ("1h"), all ranks are told at the same step, and again each time that has doubled; as a warning, or an
+    error with ``on_failure="raise"``. Time counts from the opening where nothing became durable since.
+
+    ``rate_bytes_per_s`` limits what the agent writes to the root: a number, "50%" of what the disk or network is
+    measured to do, "adaptive" (as fast as training does not become slower), or None.
+
+    ``commit_timeout_s`` bounds the wait for the other ranks' votes, ``slot_timeout_s`` the wait of the training loop
+    for a free slot, ``rank_timeout_s`` any wait for another rank, ``close_timeout_s`` the drain at the end. Every rank
+    gives a sign of life each ``heartbeat_s``; one that gave none for ``heartbeat_timeout_s`` (default: four times that)
+    is suspected.
     """
 
     snapshot_every: int | str | None = 1
@@ -147,7 +158,9 @@ class Policy:
     failures_max: int | None = 5
     audit_every: int | None = 10
     on_disagreement: Literal["warn", "refuse"] = "warn"
-    rate_bytes_per_s: float | None = None
+    max_unsaved: int | str | None = None
+    mtbf: str | None = None
+    rate_bytes_per_s: float | str | None = None
     commit_timeout_s: float = 300.0
     slot_timeout_s: float = 120.0
     rank_timeout_s: float = 300.0
@@ -180,12 +193,7 @@ class Policy:
             )
         if self.on_failure not in ("warn", "raise"):
             raise BadOption("Policy(on_failure=) is unknown", found=self.on_failure, expected="warn or raise")
-        if self.rate_bytes_per_s is not None and (
-            not _is_number(self.rate_bytes_per_s) or self.rate_bytes_per_s <= 0
-        ):
-            raise BadOption(
-                "Policy(rate_bytes_per_s=) must be a number above 0", found=repr(self.rate_bytes_per_s)
-            )
+        parse_rate(self.rate_bytes_per_s, "Policy(rate_bytes_per_s=)")
         if self.heartbeat_timeout_s is None:
             object.__setattr__(
                 self, "heartbeat_timeout_s", 4 * self.heartbeat_s if _is_number(self.heartbeat_s) else 0
@@ -204,8 +212,29 @@ class Policy:
                 raise BadOption(
                     f"Policy({name}=) must be a positive, finite number of seconds", found=repr(value)
                 )
-        for name in ("snapshot_every", "full_every"):
-            parse_every(getattr(self, name), f"Policy({name}=)")
+        parse_every(self.snapshot_every, "Policy(snapshot_every=)")
+        _check_flushes(self)
+
+
+def _check_flushes(policy: Policy) -> None:
+    every = policy.full_every
+    full = None if every == AUTO else parse_every(every, "Policy(full_every=)")
+    mtbf_s = parse_duration(policy.mtbf, "Policy(mtbf=)")
+    if (every == AUTO) != (mtbf_s is not None):
+        raise BadOption(
+            'Policy(full_every="auto") and Policy(mtbf=) belong together',
+            found=(every, policy.mtbf),
+            expected='mtbf="6h", say: the mean time between failures of the whole job',
+        )
+    unsaved = parse_every(policy.max_unsaved, "Policy(max_unsaved=)")
+    if unsaved is None or full is None:
+        return
+    if (unsaved.steps or 0) <= (full.steps or 0) and (unsaved.seconds or 0) <= (full.seconds or 0):
+        raise BadOption(
+            "Policy(max_unsaved=) is no longer than the interval between flushes",
+            found=(policy.max_unsaved, every),
+            expected="time for a flush, and for one that fails, on top of full_every",
+        )
 
 
 def _is_whole(value: object) -> TypeGuard[int]:

@@ -74,9 +74,9 @@ class Session:
         adopted = adopted_of(record)
         tier.open(run_id=run.run_id, incarnation=record.number, adopted=adopted, world=ranks.world)
         self._client = self._connect(place, policy, run, agent, adopted)
-        self.outcomes = Outcomes(policy, record.number)
         self._unfinished_max = max(1, slots - 2)
         start = adopted[1] if adopted else -1
+        self.outcomes = Outcomes(policy, record.number, adopted[1] if adopted else None)
         self._decisions = Decisions(
             ranks, policy, start=start, unfinished_max=self._unfinished_max, incarnation=record.number
         )
@@ -136,9 +136,14 @@ class Session:
     def step(self, step: int, state: TrainState, metrics: Mapping[str, Any] | None) -> SaveHandle | None:
         """What the schedule says for ``step``."""
         self._heartbeat.called()
-        self.hear()
+        self.hear(alone=self._ranks.world == 1)
         self._check_order(step, again=False)
-        decision = self._decisions.of(step, lambda: len(self.outcomes.unfinished()))
+        decision = self._decisions.of(
+            step, lambda: len(self.outcomes.unfinished()), trouble=self.outcomes.trouble
+        )
+        if decision.trouble:
+            self._decisions.told(step)
+            self.outcomes.escalate(decision.trouble, decision.fatal)
         if decision.supersede or decision.wait:
             self._make_way(step, give_up=decision.supersede)
         if decision.flush or (decision.snapshot and self._memory):
@@ -169,11 +174,11 @@ class Session:
         if self._snapshots.newest is None and self._last_step >= 0:
             self._snapshot(self._last_step, state, None, late=False, flush=True)
 
-    def hear(self) -> None:
-        """Take in what the agent said; tell the caller of failures it has not heard of."""
+    def hear(self, *, alone: bool = True) -> None:
+        """Take in what the agent said; tell the caller of failures it has not heard of (see :meth:`.Outcomes.tell`)."""
         self._send_pending()
         self._hear_quietly()
-        self.outcomes.tell()
+        self.outcomes.tell(alone=alone)
 
     def outcome(self, step: int) -> tuple[bool, Any]:
         if not self._ended:

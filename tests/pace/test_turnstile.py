@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 from everstep.agent.turnstile import PASSED_OVER_S, TURN_S, Lane, Turnstile, Urgency
 from everstep.plan.pace import Fixed
@@ -96,7 +97,7 @@ def test_no_lane_is_silent_for_long(rates: list[float | None], recovering: bool,
     asyncio.run(traffic.time.run(main(traffic)))
     for name, passed in traffic.passed.items():
         moments = [1000.0, *(moment for moment, _ in passed), 1040.0]
-        silent = max(b - a for a, b in zip(moments, moments[1:], strict=False))
+        silent = max(b - a for a, b in itertools.pairwise(moments))
         assert silent <= PASSED_OVER_S + 2, name
 
 
