@@ -127,6 +127,7 @@ class Lane:
             "bytes_per_s": self._bucket.bytes_per_s,
             "bytes": self.nbytes,
             "stands_back": self._passed_over is not None,
+            **self.governor.status(),
         }
 
     def _follow(self) -> None:

@@ -40,13 +40,15 @@ STEP_SHARE = 1 / 16
 DOWN = 0.5
 TOLERANCE = 0.05
 """Steps may be longer than the baseline by this before they are slow."""
-SIGMAS = 2.0
+SIGMAS, SIGMAS_EARLY = 2.0, 3.0
+"""How far above the baseline chance takes the mean: at the end of a judgement, and before that."""
 CLIP = 3.0
 """A step counts as this many times the baseline at most: one evaluation is no slow disk, but a loop that waits for
 its data in every fourth step is slowed down."""
 JUDGED_STEPS = 8
 JUDGED_S = 10.0
-"""Steps that are judged together: so many, or what fills this time."""
+"""Steps that are judged together: at least so many, then until their mean says enough; at most what fills this
+time."""
 QUIET_STEPS_MIN = 8
 QUIET_STEPS_MAX = 64
 """Steps that the baseline is made of."""
@@ -94,6 +96,10 @@ class Governor(Protocol):
         """``nbytes`` were let through just now."""
         ...
 
+    def status(self) -> dict[str, float | None]:
+        """What it goes by, for people who look."""
+        ...
+
 
 def governor(rate: Rate) -> Governor:
     """Whoever keeps to ``rate``."""
@@ -113,6 +119,9 @@ class Fixed:
 
     def sent(self, now: float, nbytes: int) -> None:
         pass
+
+    def status(self) -> dict[str, float | None]:
+        return {}
 
 
 class LinkMeter:
@@ -188,6 +197,9 @@ class Share:
         if self._meter.sent(now, nbytes) or now - since > BURST_S_MAX:
             self._end_burst(now)
 
+    def status(self) -> dict[str, float | None]:
+        return {"link_bytes_per_s": self._meter.bytes_per_s}
+
     def _end_burst(self, now: float) -> None:
         """Without a measurement so far it is followed by another one."""
         assert self._burst is not None
@@ -204,7 +216,8 @@ class Adaptive:
     The *baseline* is made of steps during which nothing was sent, or no more than the floor: the median of the last
     ones is robust against the odd evaluation, follows a training that becomes slower by itself, and owes nothing to
     the steps that are to be judged by it. Steps are judged some at a time, each as a multiple of the baseline: they
-    are slow when their mean is above that of the quiet ones by more than the tolerance and what chance explains.
+    are slow when their mean is above that of the quiet ones by more than the tolerance, and by more than chance
+    explains.
 
     What the link can do is measured at the very beginning, and whenever there is no limit. Then it goes at the floor
     until there is a baseline, and doubles its rate until training first becomes slower. While the trainer waits for
@@ -254,6 +267,9 @@ class Adaptive:
         else:
             self._meter.restart()
 
+    def status(self) -> dict[str, float | None]:
+        return {"link_bytes_per_s": self.link_bytes_per_s, "baseline_s": self.baseline_s}
+
     def stepped(self, now: float, took_s: float) -> None:
         """A training step ended ``now`` that took ``took_s``, without what it waited for the agent."""
         if took_s <= 0:
@@ -269,14 +285,25 @@ class Adaptive:
             self._quiet.append(took_s)
         if self.baseline_s is not None:
             self._judged.append(took_s)
-            if len(self._judged) >= JUDGED_STEPS or sum(self._judged) >= JUDGED_S:
-                self._change(self._is_slow(self.baseline_s), can)
+            slow = self._is_slow(self.baseline_s)
+            if slow is not None:
+                self._change(slow, can)
 
-    def _is_slow(self, baseline_s: float) -> bool:
+    def _is_slow(self, baseline_s: float) -> bool | None:
+        """None: that cannot be said yet. Where steps differ much it takes many to say that all is well, and few to say
+        that something is badly wrong."""
+        full = sum(self._judged) >= JUDGED_S
+        if len(self._judged) < JUDGED_STEPS and not full:
+            return None
         quiet = [min(one / baseline_s, CLIP) for one in self._quiet]
         judged = [min(one / baseline_s, CLIP) for one in self._judged]
-        chance = SIGMAS * statistics.pstdev(quiet) / math.sqrt(len(judged))
-        return statistics.fmean(judged) > statistics.fmean(quiet) + max(TOLERANCE, chance)
+        chance = statistics.pstdev(quiet) / math.sqrt(len(judged))
+        excess = statistics.fmean(judged) - statistics.fmean(quiet)
+        if excess > max(TOLERANCE, SIGMAS_EARLY * chance):
+            return True
+        if full or SIGMAS * chance <= TOLERANCE:
+            return excess > max(TOLERANCE, SIGMAS * chance)
+        return None
 
     def _change(self, slow: bool, can: float) -> None:
         self._judged = []
