@@ -180,12 +180,19 @@ def test_the_time_of_the_engine_is_not_the_steps(root: Path) -> None:
     ckpt = opened(root, policy={"full_every": 1, "on_slow": "wait", "rate_bytes_per_s": 2e6})
     ckpt.load(state)
     for step in range(1, 5):
-        ckpt.step(step, state)
+        last = ckpt.step(step, state)
     assert ckpt._tier is not None
     arena = ckpt._tier.arena
     found = arena.step_time()
     assert found is not None and found[1] < 0.2, "each flush takes 0.4 s, the steps between them nothing"
+    assert last is not None
+    until(last.done, "the flush")
+    began = time.monotonic()
+    time.sleep(0.05)
+    took = time.monotonic() - began
     ckpt.step(5, state)
+    found = arena.step_time()
+    assert found is not None and found[1] >= took, "what the training did itself"
     handle = ckpt.save(6, state)
     handle.wait()
     assert arena.step_time() is None, "it does nothing but wait"

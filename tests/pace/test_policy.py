@@ -177,7 +177,7 @@ def _failing(rank: int, world: int, root: Path, given: dict[str, str]) -> tuple[
         except errors.SaveFailed as error:
             ckpt.close(flush=False)
             return step, type(error).__name__
-        if handle is not None:
+        if handle is not None and rank == 1:  # rank 0 hears of it a step later
             until(lambda handle=handle: handle.error, "the failure")
     return 0, ""
 
