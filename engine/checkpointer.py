@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from . import mending, opened
 from .adopted import Adopted
+from .agent.asking import loading
 from .agent.values import AgentSettings
 from .backends.api import Backend
 from .config import config_hash, plain_config, plain_step
@@ -190,7 +191,7 @@ class Checkpointer:
         self, state: TrainState, step: int | None, config_reason: str | None, held: Sequence[Arena]
     ) -> Recovery | None:
         ranks, tier = self._meet()
-        with open_arenas(tier.directory, held) as arenas:
+        with loading(self._running_agent()), open_arenas(tier.directory, held) as arenas:
             found = Loader(
                 self._backend,
                 ranks,
@@ -377,16 +378,17 @@ class Checkpointer:
             loosened=recovery.loosened,
         )
 
-    def _former_agent(self) -> AgentSettings | None:
+    def _running_agent(self) -> AgentSettings | None:
         """How the agent of this node is reached that a former process may have left; None where there can be none."""
-        run = find_run(self._backend)
-        if run is None or self._agent != "process":
-            return None
-        return agent_settings(self._place, self._policy, run.run_id, run.chunk_bytes)
+        with contextlib.suppress(EverstepError):  # what is wrong with the run, the loader says, to all ranks
+            run = find_run(self._backend)
+            if run is not None and self._agent == "process" and self._place.agent_dir(run.run_id).is_dir():
+                return agent_settings(self._place, self._policy, run.run_id, run.chunk_bytes)
+        return None
 
     def _kept_by_agent(self) -> list[Arena]:
-        with contextlib.suppress(EverstepError):  # what is wrong with the run, the loader says, to all ranks
-            settings = self._former_agent()
+        settings = self._running_agent()
+        with contextlib.suppress(EverstepError):
             return kept_arenas(settings) if settings is not None else []
         return []
 
@@ -455,8 +457,8 @@ class Checkpointer:
             self._holders = self._protection.holders()
 
     def _agents_address(self) -> str | None:
+        settings = self._running_agent()
         with contextlib.suppress(EverstepError):
-            settings = self._former_agent()
             return agents_address(settings) if settings is not None else None
         return None
 

@@ -26,7 +26,7 @@ Runner = Callable[[Tell], "dict[str, Any]"]
 STAGES_PER_REPEAT = {"stall": 3, "save-load": 2, "memory": 2}
 STAGES = {"dcp": 8}
 """Of benchmarks whose number of stages does not grow with the repeats."""
-STAGES_MORE = {"memory": 4}
+STAGES_MORE = {"memory": 4, "pace": 2}
 
 
 @click.group("bench", context_settings={"help_option_names": ["-h", "--help"]})
@@ -193,11 +193,44 @@ def dcp(size_mib: int, repeats: int, directory: Path | None, as_json: bool) -> N
     _run("dcp", runner, repeats, as_json)
 
 
+@command("pace", epilog=EPILOG.format(name="pace").replace("1024", "256"))
+@json_option
+@click.option(
+    "--dir",
+    "directory",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Where to write; default: the current directory.",
+)
+@click.option("--repeats", type=click.IntRange(1, 1000), default=5, show_default=True)
+@click.option(
+    "--size-mib",
+    type=click.IntRange(1, 1 << 20),
+    default=256,
+    show_default=True,
+    help="Size of the state.",
+)
+def pace(size_mib: int, repeats: int, directory: Path | None, as_json: bool) -> None:
+    """How much flushing slows down a training that reads from the same disk.
+
+    slowdown_no_limit, slowdown_fixed and slowdown_adaptive are how much longer a step takes (0.1: a tenth) than in
+    training alone, measured in turn, while one flush follows the other: without a limit, with a fixed one, and as fast
+    as training is not slowed down. Each mode takes 12 s a repeat. Needs some twelve times the size in memory.
+    """
+
+    def runner(tell: Tell) -> dict[str, Any]:
+        from everstep.benchmarks.pace import run_pace
+
+        return run_pace(size_mib, repeats, directory, tell)
+
+    _run("pace", runner, repeats, as_json, _pace_text)
+
+
 bench.add_command(stall)
 bench.add_command(save_load)
 bench.add_command(plan)
 bench.add_command(dcp)
 bench.add_command(memory)
+bench.add_command(pace)
 
 
 def _run(
@@ -248,6 +281,25 @@ def _plan_text(found: dict[str, Any]) -> str:
             f"a layout of {human_bytes(rank['layout_bytes'])}, stored {human_bytes(rank['stored_layout_bytes'])}",
             "\n".join(found["notes"]),
             found["checked"],
+        ]
+    )
+
+
+def _pace_text(found: dict[str, Any]) -> str:
+    headers = ("flushes", "slower by", "least", "greatest", "flushed")
+    rows = [
+        (
+            one["name"],
+            *(f"{one[key]:.1%}" for key in ("slowdown", "slowdown_min", "slowdown_max")),
+            f"{human_bytes(int(one['flushed_bytes_per_s']))}/s",
+        )
+        for one in found["modes"]
+    ]
+    return "\n\n".join(
+        [
+            f"pace: {human_bytes(found['size_bytes'])}, a step of {found['step_alone_s'] * 1000:.0f} ms that reads "
+            f"{human_bytes(found['step_reads_bytes'])}, {found['repeats']} repeats",
+            table(headers, rows, right=(1, 2, 3, 4)),
         ]
     )
 

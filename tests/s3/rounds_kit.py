@@ -15,7 +15,7 @@ import struct
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -205,9 +205,7 @@ class Stage:
                 with contextlib.closing(sock):
                     size = struct.calcsize("3i")
                     return int(
-                        struct.unpack(
-                            "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-                        )[0]
+                        struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[0]
                     )
         return None
 
@@ -236,7 +234,9 @@ class Stage:
         ckpt = self._opened()
         state = {"w": torch.zeros(IMAGE_BYTES // 8, dtype=torch.int64)}
         start = ckpt.load(state) or 0
-        assert not start or torch.equal(state["w"], weights(self.seed, rank, start)), f"step {start} is another"
+        assert not start or torch.equal(state["w"], weights(self.seed, rank, start)), (
+            f"step {start} is another"
+        )
         say("loaded", start)
         handles = []
         for step in range(start + 1, start + 1 + STEPS):
@@ -252,7 +252,9 @@ class Stage:
         say("closed", start + STEPS)
 
     def _opened(self) -> everstep.Checkpointer:
-        made = policy(keep_last=100, linger_s=1.0, failures_max=None, rank_timeout_s=WAIT_S, close_timeout_s=WAIT_S)
+        made = policy(
+            keep_last=100, linger_s=1.0, failures_max=None, rank_timeout_s=WAIT_S, close_timeout_s=WAIT_S
+        )
         if self.plan.where == "root":
             return everstep.Checkpointer(self.root, policy=made, storage_options=self.options)
         tier = everstep.Tier(self.url, name="far", keep_last=100, storage_options=self.options)
@@ -322,9 +324,7 @@ def manifests(url: str, server: S3Server | None = None) -> list[Manifest]:
 def of_run(tree: dict[str, bytes]) -> dict[str, bytes]:
     """Without what writers say of themselves."""
     return {
-        name: data
-        for name, data in tree.items()
-        if name.split("/")[0] not in ("events", "beacons", ".probe")
+        name: data for name, data in tree.items() if name.split("/")[0] not in ("events", "beacons", ".probe")
     }
 
 
@@ -355,9 +355,7 @@ def remove(server: S3Server, url: str) -> None:
 
 
 @contextlib.contextmanager
-def staged(
-    server: S3Server, proxy: S3Proxy, directory: Path, plan: Round, seed: int
-) -> Iterator[Stage]:
+def staged(server: S3Server, proxy: S3Proxy, directory: Path, plan: Round, seed: int) -> Iterator[Stage]:
     stage = Stage(server, proxy, directory, plan, seed)
     try:
         yield stage
@@ -381,5 +379,3 @@ def seed_of(number: int) -> int:
     seed = int(first) + number if first else random.SystemRandom().randrange(1 << 30)
     print(f"EVERSTEP_ROUNDS_SEED={seed}")
     return seed
-
-

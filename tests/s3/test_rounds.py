@@ -67,7 +67,13 @@ def damage(said: dict[str, Any]) -> list[Any]:
 
 
 def play(
-    server: S3Server, proxy: S3Proxy, directory: Path, seed: int, *, patience_s: float | None = None, **given: Any
+    server: S3Server,
+    proxy: S3Proxy,
+    directory: Path,
+    seed: int,
+    *,
+    patience_s: float | None = None,
+    **given: Any,
 ) -> None:
     plan = Round.of(random.Random(seed), **given)
     print(plan)
@@ -87,7 +93,13 @@ def play(
 def test_an_agent_that_is_killed_is_followed_by_one_that_goes_on(
     s3_server: S3Server, proxy: S3Proxy, tmp_path: Path, given: dict[str, Any]
 ) -> None:
-    play(s3_server, proxy, tmp_path, rounds.seed_of(0), **{"trainers_too": False, "name": rounds.NAMES[2], **given})
+    play(
+        s3_server,
+        proxy,
+        tmp_path,
+        rounds.seed_of(0),
+        **{"trainers_too": False, "name": rounds.NAMES[2], **given},
+    )
 
 
 @pytest.mark.long
