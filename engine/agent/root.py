@@ -27,8 +27,8 @@ FORMER_MAX = 1
 
 
 def open_root(url: str, options: Mapping[str, Any], gate: Gate | None = None) -> Backend:
-    """The run's root, or a further tier: every node sees the same files there. If it is deleted under the agent, what the agent writes
-    late must not appear in a run that is made anew at the same place."""
+    """The run's root, or a further tier: every node sees the same files there. If it is deleted under the agent, what
+    the agent writes late must not appear in a run that is made anew at the same place."""
     return open_backend(url, shared=True, bound=True, options=options, gate=gate)
 
 
