@@ -344,7 +344,8 @@ def _s3_text(found: dict[str, Any]) -> str:
             table(headers, rows, right=tuple(range(2, 8))),
             f"speed over the fastest rival's: put {found['put_vs_best_rival']:.2f}, "
             f"get {found['get_vs_best_rival']:.2f}",
-            f"everstep's memory is bounded by {bound['put_mib']:.0f} MiB of parts, {bound['get_mib']:.0f} MiB of pieces",
+            f"everstep's memory is bounded by {bound['put_mib']:.0f} MiB of parts, "
+            f"{bound['get_mib']:.0f} MiB of pieces",
             f"limit of {human_bytes(int(rate['bytes_per_s']))}/s, in any {rate['window_s']:g} s: "
             f"off by {found['rate_limit_error']:.1%} (put), {found['rate_limit_get_error']:.1%} (get)",
             *(f"left out: {way}: {why}" for way, why in found["left_out"].items()),
