@@ -144,7 +144,8 @@ class Everstep:
         source = DurableSource(self._backend, manifest, CHUNK_BYTES)
         reads = [Read(i, 0, str(i), 0, len(view), 0) for i, view in enumerate(self._targets)]
         report = await fill([source], reads, dict(enumerate(self._targets)), headers=False)
-        assert report.nbytes == sum(len(view) for view in self._targets)
+        if report.nbytes != sum(len(view) for view in self._targets):
+            raise RuntimeError(f"{report.nbytes} bytes were loaded")
 
 
 class S3fsFiles:

@@ -39,14 +39,17 @@ class _Loader:
 class Pacing:
     """``members`` gives the trainers of the newest incarnation. Used from the agent's loop."""
 
-    def __init__(self, members: Callable[[], Iterable[Member]], rate: float | str | None) -> None:
+    def __init__(
+        self, members: Callable[[], Iterable[Member]], rate: float | str | None, link: str = ""
+    ) -> None:
+        """``rate`` and ``link`` are the root's."""
         self.turnstile = Turnstile()
         self._members = members
         self._loaders: dict[Process, _Loader] = {}
         self._seen: dict[int, float] = {}
         """By rank: when the newest step that was seen of it ended."""
         self._root_rate: float | str | None = None
-        self.root = self.turnstile.lane("root", Urgency.ONLY_COPY, Fixed(None))
+        self.root = self.turnstile.lane("root", Urgency.ONLY_COPY, Fixed(None), link=link)
         self.follow(rate)
 
     # -- rates
@@ -58,12 +61,16 @@ class Pacing:
             self._root_rate = rate
 
     def lane(
-        self, name: str, rate: float | str | None = TIER_RATE, *, requests_max: int = REQUESTS_MAX
+        self,
+        name: str,
+        rate: float | str | None = TIER_RATE,
+        *,
+        link: str = "",
+        requests_max: int = REQUESTS_MAX,
     ) -> Lane:
         """The lane of a further tier. Raises BadOption."""
-        return self.turnstile.lane(
-            name, Urgency.MIRROR, governor(parse_rate(rate, f"rate of {name}")), requests_max=requests_max
-        )
+        rules = governor(parse_rate(rate, f"rate of {name}"))
+        return self.turnstile.lane(name, Urgency.MIRROR, rules, link=link, requests_max=requests_max)
 
     async def run(self) -> None:
         """Tell adaptive governors of the trainers' steps, until cancelled."""

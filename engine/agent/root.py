@@ -44,6 +44,11 @@ def take_environment(settings: AgentSettings) -> bool:
     return True
 
 
+def link_of(url: str) -> str:
+    """What is on its way there shares with others."""
+    return "disk" if is_local(url) else "network"
+
+
 def open_gated(open_backend: OpenBackend, url: str, options: Mapping[str, Any], limit: Limit) -> Backend:
     """The backend at ``url``, whose bytes pass ``limit``: on the wire, or as they are written to local files."""
     if is_local(url):

@@ -59,7 +59,7 @@ from .protocol import (
     Welcome,
 )
 from .resuming import resume
-from .root import OpenBackend, Root, take_environment
+from .root import OpenBackend, Root, link_of, take_environment
 from .rotation import Rotator
 from .server import Peer
 from .status import describe
@@ -88,7 +88,7 @@ class Service:
         self.journal = journal
         self._journal_thread = ThreadPoolExecutor(1, thread_name_prefix="everstep-journal")
         self.open_backend = open_backend
-        self.pacing = Pacing(self.members.of_newest, settings.rate_bytes_per_s)
+        self.pacing = Pacing(self.members.of_newest, settings.rate_bytes_per_s, link_of(settings.root))
         on_wire = None if is_local(settings.root) else self.pacing.root
         self._backend = Root(settings.root, settings.options, open_backend, on_wire)
         self._guarded: Backend = self._backend

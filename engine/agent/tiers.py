@@ -13,7 +13,7 @@ from everstep.format.records import RunRecord
 
 from .journal import JobEntry, MirrorEntry
 from .mirrors import Key, Mirrors
-from .root import open_gated
+from .root import link_of, open_gated
 from .turnstile import Lane
 from .values import Progress, TierSettings
 
@@ -118,7 +118,9 @@ class Tiers:
         former = self._lanes.get(tier.name)
         if former is not None:
             former.close()
-        lane = self._lanes[tier.name] = self._service.pacing.lane(tier.name, tier.rate)
+        lane = self._lanes[tier.name] = self._service.pacing.lane(
+            tier.name, tier.rate, link=link_of(tier.url)
+        )
         return open_gated(self._service.open_backend, tier.url, tier.options, lane)
 
     def has_first_rank(self) -> bool:

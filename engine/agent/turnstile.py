@@ -49,17 +49,25 @@ class Turnstile:
         self.lanes: list[Lane] = []
 
     def lane(
-        self, name: str, urgency: Urgency, governor: Governor, *, requests_max: int = REQUESTS_MAX
+        self,
+        name: str,
+        urgency: Urgency,
+        governor: Governor,
+        *,
+        link: str = "",
+        requests_max: int = REQUESTS_MAX,
     ) -> Lane:
-        """A new lane, until it is closed."""
-        lane = Lane(self, name, urgency, governor, requests_max)
+        """A new lane, until it is closed. What goes over another ``link`` (disk, network) is in nobody's way."""
+        lane = Lane(self, name, urgency, governor, link, requests_max)
         self.lanes.append(lane)
         return lane
 
     def ahead_of(self, lane: Lane) -> bool:
         """Whether something more urgent is under way."""
         return self.recovering or any(
-            other.urgency < lane.urgency and other.at_work for other in self.lanes if other is not lane
+            other.urgency < lane.urgency and other.at_work
+            for other in self.lanes
+            if other is not lane and other.link == lane.link
         )
 
 
@@ -67,9 +75,16 @@ class Lane:
     """The gate of one tier: in turn, at its governor's rate. ``governor`` may be replaced at any time."""
 
     def __init__(
-        self, turnstile: Turnstile, name: str, urgency: Urgency, governor: Governor, requests_max: int
+        self,
+        turnstile: Turnstile,
+        name: str,
+        urgency: Urgency,
+        governor: Governor,
+        link: str,
+        requests_max: int,
     ) -> None:
         self.name = name
+        self.link = link
         self.urgency = urgency
         self.governor = governor
         self.nbytes = 0

@@ -138,7 +138,7 @@ def test_a_load_tells_the_nodes_agent(root: Path, monkeypatch: pytest.MonkeyPatc
     load = Loader.load
 
     def looking(self: Loader, *args: Any, **options: Any) -> Any:
-        settings = again._agent_of_run()
+        settings = again._running_agent()
         assert isinstance(settings, AgentSettings)
         seen.append(recovering(settings))
         return load(self, *args, **options)
@@ -146,7 +146,7 @@ def test_a_load_tells_the_nodes_agent(root: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Loader, "load", looking)
     again = opened(root, agent="process", policy={"linger_s": 0.2})
     assert again.load(state) == 1
-    settings = again._agent_of_run()
+    settings = again._running_agent()
     assert settings is not None
     assert seen == [[os.getpid()]] and recovering(settings) == []
     again.step(2, state)

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.facade.conftest import forked, node, root, script, storage
+
+
+@pytest.fixture(autouse=True)
+def quick_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier on the root's disk waits until a second has gone by without a flush; tests have no such second."""
+    monkeypatch.setattr("everstep.agent.turnstile.AT_WORK_S", 0.02)
+
 
 __all__ = ["forked", "node", "root", "script", "storage"]
