@@ -77,6 +77,9 @@ class Trouble:
             self.met += 1
             return self.nth <= self.met < self.nth + self.times
 
+        def only_count(**_: Any) -> None:
+            counted()
+
         def instead(**_: Any) -> Any:
             assert self.given is not None
             return self.given() if counted() else None
@@ -96,8 +99,8 @@ class Trouble:
             events.register(f"before-parse.s3.{self.operation}", lose)
         elif self.changed is not None:
             events.register(f"before-sign.s3.{self.operation}", change)
-        else:  # only counted
-            events.register(f"before-send.s3.{self.operation}", lambda **_: counted() and None)
+        else:
+            events.register(f"before-send.s3.{self.operation}", only_count)
 
 
 def trouble(backend: S3Backend, *troubles: Trouble) -> None:
