@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Protocol, TypeVar
@@ -20,11 +19,6 @@ RECEIVE_BYTES = 1 << 20
 """The most that is taken from a socket's buffer at once where there is no gate."""
 
 
-WAITING_BYTES = 128 << 10
-"""What the kernel is to hold of an answer whose bytes wait at a gate (it may take twice that): it would fetch many MiB
-that have not been let through."""
-
-
 class Flow:
     """The bytes of one request, both ways."""
 
@@ -32,10 +26,6 @@ class Flow:
         self._gate = gate
         self._held = False
         self._moved = time.monotonic()
-
-    @property
-    def is_gated(self) -> bool:
-        return self._gate is not None
 
     @property
     def send_bytes(self) -> int:
@@ -54,6 +44,12 @@ class Flow:
             finally:
                 self._held = False
         self._moved = time.monotonic()
+
+    async def ask_ahead(self, nbytes: int) -> None:
+        """Wait for the gate for all of an answer of ``nbytes`` before it is asked for: of an answer that is under way
+        many MiB come into buffers before anybody takes and counts them."""
+        await self.pass_on(nbytes)
+        self._gate = None
 
     def idle_s(self) -> float:
         """Seconds since bytes moved last; the gate's own waits do not count."""
@@ -120,8 +116,6 @@ async def receive(name: str, answer: Answer, view: memoryview, flow: Flow) -> No
     """Fill ``view`` with the body of an answer, which must be as long. Retryable where it is cut."""
     done = 0
     try:
-        if flow.is_gated:
-            _hold_little(answer)
         while done < len(view):
             piece = await answer.read(min(flow.receive_bytes, len(view) - done))
             if not piece:
@@ -132,11 +126,3 @@ async def receive(name: str, answer: Answer, view: memoryview, flow: Flow) -> No
     except BaseException:
         answer.close()
         raise
-
-
-def _hold_little(answer: Answer) -> None:
-    """Of the bytes of ``answer`` that nobody has asked for, let the kernel hold ``WAITING_BYTES``."""
-    connection = getattr(getattr(answer, "raw_stream", answer), "connection", None)
-    transport = getattr(connection, "transport", None)
-    if transport is not None and (sock := transport.get_extra_info("socket")) is not None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, WAITING_BYTES)

@@ -37,8 +37,8 @@ from .wire import (
 STALL_S_MAX = 30.0
 """A stall that nobody releases ends after this."""
 
-SEND_BUFFER_BYTES = 64 << 10
-"""Of a connection to a client: what is metered as sent has left, but for this much."""
+SEND_BUFFER_BYTES = 16 << 10
+"""Of a connection to a client: what is metered as sent has left, but for about this much."""
 
 JOIN_S = 10.0
 CONNECT_S = 5.0
@@ -253,6 +253,7 @@ class S3Proxy:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task: Any = asyncio.current_task()
+        writer.transport.set_write_buffer_limits(SEND_BUFFER_BYTES)
         self._tasks.add(task)
         try:
             while not self.refusing and (head := await read_head(reader)) is not None:
@@ -325,7 +326,7 @@ class S3Proxy:
             await self._stall()
         if fault.what == "twice":
             await self._ask(head, body)
-        answer = await self._ask(head, _flipped(body) if fault.what == "flip_up" else body)
+        answer = await self._ask(head, flipped(body) if fault.what == "flip_up" else body)
         return fault.answer_to(request, body) if fault.what == "replace" else answer
 
     async def _tell(
@@ -337,7 +338,7 @@ class S3Proxy:
             await self._stall()
         body = b"" if request.method == "HEAD" else answer.body
         if fault.what == "flip_down":
-            body = _flipped(body)
+            body = flipped(body)
         request.status, request.answer_nbytes = answer.status, len(body)
         length = header(answer.headers, "content-length") if request.method == "HEAD" else str(len(body))
         headers = [*without(answer.headers, "content-length"), ("Content-Length", length or "0")]
@@ -444,7 +445,7 @@ def _has_body(head: Head, answer: Head) -> bool:
     return not head.first.startswith("HEAD ") and answer.status not in (204, 304)
 
 
-def _flipped(body: bytes) -> bytes:
+def flipped(body: bytes) -> bytes:
     changed = bytearray(body)
     if changed:
         changed[len(changed) // 2] ^= 0x10
