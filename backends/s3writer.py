@@ -64,10 +64,9 @@ class Room:
 
     def take(self, nbytes: int) -> bytearray:
         """Memory of ``nbytes``; of what was given back, if that fits: fresh memory is slow."""
-        while self._free:
-            buffer = self._free.pop()
+        for index, buffer in enumerate(self._free):
             if len(buffer) == nbytes:
-                return buffer
+                return self._free.pop(index)
         return bytearray(nbytes)
 
     def give(self, buffer: bytearray) -> None:
@@ -145,7 +144,7 @@ class S3Writer:
         except BaseException as error:
             await self._fail(error)
             raise
-        self._done = True
+        self._done, self._buffer = True, None
         self._room.leave(self)
 
     async def abort(self) -> None:

@@ -25,7 +25,6 @@ from .wire import (
     LINE_BYTES_MAX,
     Answer,
     Head,
-    Headers,
     Request,
     body_pieces,
     encode_head,
@@ -37,6 +36,9 @@ from .wire import (
 
 STALL_S_MAX = 30.0
 """A stall that nobody releases ends after this."""
+
+SEND_BUFFER_BYTES = 16 << 10
+"""Of a connection to a client: what is metered as sent has left, but for about this much."""
 
 JOIN_S = 10.0
 CONNECT_S = 5.0
@@ -171,10 +173,13 @@ class S3Proxy:
         """Set once a stall has begun."""
         self._quiet = threading.Condition()
         self._busy = 0
+        self.busy_max = 0
+        """The most requests that were under way at once."""
         self.clear(faults)
         self._released = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self.port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._main, name="test-s3-proxy", daemon=True)
         self._thread.start()
@@ -190,6 +195,7 @@ class S3Proxy:
         self.requests: list[Request] = []
         self.up, self.down = Meter(), Meter()
         self.stalled.clear()
+        self.busy_max = 0
 
     def release(self) -> None:
         """End all stalls that have begun."""
@@ -247,6 +253,7 @@ class S3Proxy:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task: Any = asyncio.current_task()
+        writer.transport.set_write_buffer_limits(SEND_BUFFER_BYTES)
         self._tasks.add(task)
         try:
             while not self.refusing and (head := await read_head(reader)) is not None:
@@ -264,6 +271,7 @@ class S3Proxy:
     def _under_way(self) -> Iterator[None]:
         with self._quiet:
             self._busy += 1
+            self.busy_max = max(self.busy_max, self._busy)
         try:
             yield
         finally:
@@ -318,7 +326,7 @@ class S3Proxy:
             await self._stall()
         if fault.what == "twice":
             await self._ask(head, body)
-        answer = await self._ask(head, _flipped(body) if fault.what == "flip_up" else body)
+        answer = await self._ask(head, flipped(body) if fault.what == "flip_up" else body)
         return fault.answer_to(request, body) if fault.what == "replace" else answer
 
     async def _tell(
@@ -330,7 +338,7 @@ class S3Proxy:
             await self._stall()
         body = b"" if request.method == "HEAD" else answer.body
         if fault.what == "flip_down":
-            body = _flipped(body)
+            body = flipped(body)
         request.status, request.answer_nbytes = answer.status, len(body)
         length = header(answer.headers, "content-length") if request.method == "HEAD" else str(len(body))
         headers = [*without(answer.headers, "content-length"), ("Content-Length", length or "0")]
@@ -365,7 +373,8 @@ class S3Proxy:
             whole = b""
             if _has_body(head, answer):
                 whole = b"".join([piece async for piece in body_pieces(reader, answer, to_the_end=True)])
-            return Answer(answer.status, answer.reason, _kept(answer.headers), whole)
+            kept = without(answer.headers, "connection", "keep-alive", "transfer-encoding")
+            return Answer(answer.status, answer.reason, kept, whole)
         finally:
             writer.close()
 
@@ -393,7 +402,8 @@ class S3Proxy:
             pieces = body_pieces(far_reader, answer, to_the_end=True)
             if _has_body(head, answer) and answer.nbytes is None:  # its framing went: gather it for a length
                 whole = b"".join([piece async for piece in pieces])
-                kept = [*_kept(answer.headers), ("Content-Length", str(len(whole)))]
+                kept = without(answer.headers, "connection", "keep-alive", "transfer-encoding")
+                kept.append(("Content-Length", str(len(whole))))
                 request.answer_nbytes = len(whole)
                 writer.write(encode_head(answer.first, kept))
                 await self._note_down(writer, whole)
@@ -435,11 +445,7 @@ def _has_body(head: Head, answer: Head) -> bool:
     return not head.first.startswith("HEAD ") and answer.status not in (204, 304)
 
 
-def _kept(headers: Headers) -> Headers:
-    return without(headers, "connection", "keep-alive", "transfer-encoding", "content-length")
-
-
-def _flipped(body: bytes) -> bytes:
+def flipped(body: bytes) -> bytes:
     changed = bytearray(body)
     if changed:
         changed[len(changed) // 2] ^= 0x10

@@ -7,6 +7,7 @@ run are the requests at which faults can strike; a :class:`Kind` is one sort of 
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -36,7 +37,7 @@ OLD = b"what was there before"
 BIG_BYTES = 2 * PART_BYTES + 4321
 """Three parts."""
 
-BIG = content(BIG_BYTES, 3)
+BIG = random.Random(3).randbytes(BIG_BYTES)
 PIECE = 1 << 20
 RANGE = ((1 << 20) + 17, RANGE_BYTES + (1 << 20))
 """Offset and bytes of the ranged read: two requests."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -43,6 +44,8 @@ class Request:
     headers: dict[str, str]
     """Names in lower case."""
     operation: str = ""
+    at_s: float = field(default_factory=time.monotonic)
+    """When it began."""
     nbytes: int = 0
     """Of the body, so far as it came."""
     status: int | None = None
