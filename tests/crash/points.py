@@ -111,6 +111,7 @@ KILLS = [
     Kill("rotate.deleted.decisions", REMOVED, (4, 6)),
 ]
 
+_S3 = "an upload by parts: tests/s3/test_run_life.py"
 _PEERS = "between agents of several nodes: tests/peers and tests/nodes"
 ELSEWHERE = {
     "rotate.deleted.tombstone": "a tombstone stays for an hour: tests/store/test_crash.py",
@@ -123,6 +124,7 @@ ELSEWHERE = {
     "peers.offered": _PEERS,
     "peers.sending": _PEERS,
     "peers.sent.before": _PEERS,
+    **dict.fromkeys(("s3.upload.after", "s3.part.after", "s3.complete.before", "s3.complete.after"), _S3),
 }
 """Points that this run does not reach, and where they are tested."""
 

@@ -88,12 +88,22 @@ def _status(place: Place) -> object:
     return None
 
 
+@pytest.mark.parametrize(
+    "point",
+    [
+        "s3.complete.before",
+        *(
+            pytest.param(point, marks=pytest.mark.long)
+            for point in ("flush.image.first", "s3.upload.after", "s3.part.after", "s3.complete.after")
+        ),
+    ],
+)
 def test_an_agent_killed_in_mid_upload_is_replaced_and_the_upload_ends(
-    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     url = s3_server.url()
     state = kit.tensors(1, nbytes=40 << 20)
-    monkeypatch.setenv("EVERSTEP_AGENT_POINTS", "kill:flush.image.first:w.safetensors:1")
+    monkeypatch.setenv("EVERSTEP_AGENT_POINTS", f"kill:{point}:w.safetensors")
     with kit.opened(url, s3_server) as ckpt:
         ckpt.load({"w": torch.zeros(1)})
         ckpt.step(1, state)
