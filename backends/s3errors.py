@@ -22,10 +22,6 @@ class Expired(Permanent):
     """Credentials, or a signature, that are not, or no longer, taken: new ones may be."""
 
 
-class NoUpload(NotFound):
-    """A multipart upload that was completed, aborted, or never was."""
-
-
 class PartLost(BackendError):
     """A part that was sent, and that the server says it does not have."""
 
@@ -39,7 +35,7 @@ _CODES: dict[str, type[BackendError]] = {
     # A signature is too old where a machine slept, or its clock has been set right since.
     "RequestTimeTooSkewed": Expired,
     "NoSuchKey": NotFound,
-    "NoSuchUpload": NoUpload,
+    "NoSuchUpload": NotFound,  # (Ceph says NoSuchKey of it.)
     "InvalidPart": PartLost,
     "InvalidPartOrder": PartLost,
     "EntityTooSmall": PartLost,
