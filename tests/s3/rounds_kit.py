@@ -15,7 +15,7 @@ import struct
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,6 @@ WAIT_S = 90.0
 
 IMAGE_BYTES = 4 * PART_BYTES + (3 << 20)
 """Of one rank's tensor: five parts."""
-
-STEPS = 2
-"""Of one life of the trainers."""
 
 ARRIVALS_MAX = 18
 """A kill at the n-th request is at most so late: each life makes more requests than that."""
@@ -78,6 +75,10 @@ class Round:
     """Whether the last kill takes the trainers with it; others go on in their place."""
     rate: float | None
     name: str
+    steps: int = 2
+    """Of one life of the trainers."""
+    saved_before: int = 0
+    """Steps that the root has before held parts end in a kill."""
 
     @classmethod
     def of(cls, rng: random.Random, **given: Any) -> Round:
@@ -205,9 +206,7 @@ class Stage:
                 with contextlib.closing(sock):
                     size = struct.calcsize("3i")
                     return int(
-                        struct.unpack(
-                            "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-                        )[0]
+                        struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[0]
                     )
         return None
 
@@ -236,23 +235,29 @@ class Stage:
         ckpt = self._opened()
         state = {"w": torch.zeros(IMAGE_BYTES // 8, dtype=torch.int64)}
         start = ckpt.load(state) or 0
-        assert not start or torch.equal(state["w"], weights(self.seed, rank, start)), f"step {start} is another"
+        assert not start or torch.equal(state["w"], weights(self.seed, rank, start)), (
+            f"step {start} is another"
+        )
         say("loaded", start)
         handles = []
-        for step in range(start + 1, start + 1 + STEPS):
+        for step in range(start + 1, start + 1 + self.plan.steps):
             state["w"].copy_(weights(self.seed, rank, step))
             ckpt.step(step, state)
             handles.append(ckpt.save(step, state))
             handles[-1].wait(timeout_s=WAIT_S)
+            if number and self.plan.where == "tier":  # with what was owed before, more would wait than may
+                handles[-1].wait("far", timeout_s=WAIT_S)
             say("saved", step)
         for handle in handles if self.plan.where == "tier" else ():
             handle.wait("far", timeout_s=WAIT_S)
         say("arrived")
         ckpt.close()
-        say("closed", start + STEPS)
+        say("closed", start + self.plan.steps)
 
     def _opened(self) -> everstep.Checkpointer:
-        made = policy(keep_last=100, linger_s=1.0, failures_max=None, rank_timeout_s=WAIT_S, close_timeout_s=WAIT_S)
+        made = policy(
+            keep_last=100, linger_s=1.0, failures_max=None, rank_timeout_s=WAIT_S, close_timeout_s=WAIT_S
+        )
         if self.plan.where == "root":
             return everstep.Checkpointer(self.root, policy=made, storage_options=self.options)
         tier = everstep.Tier(self.url, name="far", keep_last=100, storage_options=self.options)
@@ -274,6 +279,9 @@ class Stage:
         if self.plan.trainers_too:
             self.killer.also = [rank.pid for rank in ranks]
         self.killer.armed = True
+        for step in range(1, self.plan.saved_before + 1):
+            for rank in ranks:
+                assert rank.line() == f"saved {step}"
         until(self.killer.look, "the kills", WAIT_S)
         if self.plan.trainers_too:
             for rank in ranks:
@@ -322,9 +330,7 @@ def manifests(url: str, server: S3Server | None = None) -> list[Manifest]:
 def of_run(tree: dict[str, bytes]) -> dict[str, bytes]:
     """Without what writers say of themselves."""
     return {
-        name: data
-        for name, data in tree.items()
-        if name.split("/")[0] not in ("events", "beacons", ".probe")
+        name: data for name, data in tree.items() if name.split("/")[0] not in ("events", "beacons", ".probe")
     }
 
 
@@ -355,9 +361,7 @@ def remove(server: S3Server, url: str) -> None:
 
 
 @contextlib.contextmanager
-def staged(
-    server: S3Server, proxy: S3Proxy, directory: Path, plan: Round, seed: int
-) -> Iterator[Stage]:
+def staged(server: S3Server, proxy: S3Proxy, directory: Path, plan: Round, seed: int) -> Iterator[Stage]:
     stage = Stage(server, proxy, directory, plan, seed)
     try:
         yield stage
@@ -381,5 +385,3 @@ def seed_of(number: int) -> int:
     seed = int(first) + number if first else random.SystemRandom().randrange(1 << 30)
     print(f"EVERSTEP_ROUNDS_SEED={seed}")
     return seed
-
-

@@ -192,7 +192,9 @@ def _identities(server: S3Server) -> dict[str, Any]:
     return {
         "identities": [
             identity(server.key, server.secret, ["Admin", "Read", "List", "Tagging", "Write"]),
-            identity(server.successor, server.successor_secret, ["Admin", "Read", "List", "Tagging", "Write"]),
+            identity(
+                server.successor, server.successor_secret, ["Admin", "Read", "List", "Tagging", "Write"]
+            ),
             identity(server.reader, server.reader_secret, ["Read", "List"]),
         ]
     }

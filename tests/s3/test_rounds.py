@@ -13,6 +13,7 @@ from typing import Any
 import everstep
 import pytest
 import torch
+from everstep.agent.mirrors import WAITING_MAX
 from everstep.store.findings import Severity
 
 from . import rounds_kit as rounds
@@ -67,7 +68,13 @@ def damage(said: dict[str, Any]) -> list[Any]:
 
 
 def play(
-    server: S3Server, proxy: S3Proxy, directory: Path, seed: int, *, patience_s: float | None = None, **given: Any
+    server: S3Server,
+    proxy: S3Proxy,
+    directory: Path,
+    seed: int,
+    *,
+    patience_s: float | None = None,
+    **given: Any,
 ) -> None:
     plan = Round.of(random.Random(seed), **given)
     print(plan)
@@ -87,7 +94,32 @@ def play(
 def test_an_agent_that_is_killed_is_followed_by_one_that_goes_on(
     s3_server: S3Server, proxy: S3Proxy, tmp_path: Path, given: dict[str, Any]
 ) -> None:
-    play(s3_server, proxy, tmp_path, rounds.seed_of(0), **{"trainers_too": False, "name": rounds.NAMES[2], **given})
+    play(
+        s3_server,
+        proxy,
+        tmp_path,
+        rounds.seed_of(0),
+        **{"trainers_too": False, "name": rounds.NAMES[2], **given},
+    )
+
+
+def test_what_was_owed_before_is_not_dropped_for_a_restart(
+    s3_server: S3Server, proxy: S3Proxy, tmp_path: Path
+) -> None:
+    """One checkpoint under way and as many waiting as may wait, when the agent is killed."""
+    steps = 1 + WAITING_MAX
+    play(
+        s3_server,
+        proxy,
+        tmp_path,
+        rounds.seed_of(0),
+        where="tier",
+        world=1,
+        kills=(Kill(1, held=True),),
+        trainers_too=False,
+        steps=steps,
+        saved_before=steps,
+    )
 
 
 @pytest.mark.long
