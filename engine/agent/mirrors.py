@@ -203,7 +203,7 @@ class Line:
         return [*rest, *self._waiting]
 
     async def close(self) -> None:
-        self._task.cancel()
+        """After :meth:`leave`: what was cancelled takes back what it had begun, and is not disturbed in that."""
         for task in self._dropping:
             task.cancel()
         await asyncio.gather(self._task, *self._dropping, return_exceptions=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from everstep.agent.journal import JobEntry, LmdbJournal, MirrorEntry
-from everstep.agent.mirrors import WAITING_MAX, Line
+from everstep.agent.mirrors import WAITING_MAX, Line, Mirrors
 from everstep.agent.values import TierSettings
 from everstep.backends.open import open_backend
 from everstep.plan.retention import Retention
@@ -99,6 +99,46 @@ def test_ranks_that_ask_one_by_one_are_seen_to_together(
     journal.drop_jobs([], [entry(2, 1)])
     assert [(one.step, one.ranks) for one in journal.mirrors()] == [(2, (0, 1)), (3, (0,))]
     journal.close()
+
+
+def test_a_tier_opened_anew_waits_for_what_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both would go on with one upload, and the former line ends by aborting it."""
+    told: list[str] = []
+
+    async def mirror(self: Line, entry: MirrorEntry) -> object:
+        told.append(f"begun with {self.tier.options['key']}")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.05)  # as long as an abortion takes
+            told.append(f"taken back with {self.tier.options['key']}")
+        return None
+
+    monkeypatch.setattr(Line, "_mirror", mirror)
+
+    def tier(key: str) -> TierSettings:
+        keep = Retention(keep_last=1, keep_every=None)
+        return TierSettings("far", str(tmp_path), keep, options={"key": key})
+
+    async def main() -> None:
+        owner: Any = Owner(tmp_path)
+        none: Any = None
+        mirrors = Mirrors(owner, none, none, none)
+        try:
+            mirrors.follow([tier("old")])
+            assert mirrors.owe([entry(1)]) == []
+            await asyncio.sleep(0)
+            mirrors.follow([tier("new")])
+            while "begun with new" not in told:
+                await asyncio.sleep(0.01)
+            assert mirrors.owed() == {(1, 1)}
+        finally:
+            await mirrors.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert told[:3] == ["begun with old", "taken back with old", "begun with new"]
 
 
 def test_notes_go_with_what_they_belong_to(tmp_path: Path) -> None:
