@@ -103,6 +103,7 @@ def test_an_agent_that_is_killed_is_followed_by_one_that_goes_on(
     )
 
 
+@pytest.mark.long
 def test_what_was_owed_before_is_not_dropped_for_a_restart(
     s3_server: S3Server, proxy: S3Proxy, tmp_path: Path
 ) -> None:
@@ -131,6 +132,7 @@ def test_agents_killed_at_any_request(
     play(s3_server, proxy, tmp_path, rounds.seed_of(number))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["tier", "root"])
 def test_an_agent_that_is_stopped_is_replaced(
     s3_server: S3Server, proxy: S3Proxy, tmp_path: Path, where: str
