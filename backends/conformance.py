@@ -308,6 +308,9 @@ class BackendConformance:
 
     @case
     async def test_improper_names_are_refused(self, backend: Backend, other: Backend) -> None:
+        async def discard(name: str) -> None:
+            await backend.discard_leftovers([Item(name, 0)])
+
         await backend.write("a", b"1")
         for name in IMPROPER_NAMES:
             calls: list[Callable[[str], Awaitable[object]]] = [
@@ -318,7 +321,8 @@ class BackendConformance:
                 lambda name: backend.create(name, b""),
                 lambda name: backend.open_writer(name, 1),
                 lambda name: backend.delete(["a", name]),
-                lambda name: backend.discard_leftovers([Item(name, 0)]),
+                # (".tmp-" may well begin a temporary's name.)
+                *([discard] if ".tmp-" not in name else []),
                 *([backend.list_names, backend.leftovers] if name else []),
                 *([lambda name: names_of(backend, name)] if name else []),
             ]

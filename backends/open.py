@@ -22,6 +22,7 @@ SUPPORTED = "a path, file:///path, s3://bucket/prefix, or the URL of another fil
 S3_PROTOCOLS = frozenset({"s3", "s3a"})
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
+_CHAINED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*::.*://")
 _SECRET = re.compile(
     r"key|secret|token|pass|credential|signature|^sas|_sas|connection_string|^auth", re.IGNORECASE
 )
@@ -65,7 +66,7 @@ def open_backend(
     from .fsspecfs import FsspecBackend
 
     return FsspecBackend(
-        f"{protocol}://{rest}", location.options, url=location.url, threads=threads, gate=gate
+        f"{protocol}://{rest}", location.options, shown=location.url, threads=threads, gate=gate
     )
 
 
@@ -80,8 +81,10 @@ def _open_local(url: str | os.PathLike[str], *, shared: bool, threads: int, boun
 
 def is_local(url: str | os.PathLike[str]) -> bool:
     """Whether it is a path or a ``file:`` URL."""
-    scheme = _SCHEME.match(os.fspath(url)) if isinstance(url, str) else None
-    return scheme is None or scheme.group(1).lower() == "file"
+    if not isinstance(url, str):
+        return True
+    scheme = _SCHEME.match(url)
+    return scheme.group(1).lower() == "file" if scheme is not None else not _CHAINED.match(url)
 
 
 def locate_store(given: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Location:
@@ -95,20 +98,23 @@ def locate_store(given: str | os.PathLike[str], options: Mapping[str, Any] | Non
     if is_local(given):
         return Location(Path(os.path.realpath(local_path(given))).as_uri())
     protocol, rest, query = _parts(str(given))
-    named = _named_options(f"{protocol}://{rest}", query)
+    place = f"{protocol}://{rest}"
+    named = _named_options(place, query)
     merged = dict(options or {})
+    if client := dict(merged.get("client_kwargs") or {}):
+        merged["client_kwargs"] = client
+    for given_options in (named, merged, client):
+        if endpoint := given_options.pop("endpoint_url", None):
+            plain = _plain_endpoint(place, str(endpoint))
+            if named.setdefault("endpoint_url", plain) != plain:
+                raise Permanent(place, "endpoint_url is given twice, with different values")
     for name, value in named.items():
         if merged.setdefault(name, value) != value:
-            raise Permanent(
-                f"{protocol}://{rest}", f"{name} is in the URL and, different, in the storage options"
-            )
-    endpoint = merged.get("endpoint_url") or dict(merged.get("client_kwargs") or {}).get("endpoint_url")
-    if endpoint:
-        named["endpoint_url"] = _plain_endpoint(f"{protocol}://{rest}", str(endpoint))
+            raise Permanent(place, f"{name} is in the URL and, different, in the storage options")
     shown = urlencode(
         sorted((name, _text(value)) for name, value in named.items()), quote_via=quote, safe=":/"
     )
-    return Location(f"{protocol}://{rest}" + (f"?{shown}" if shown else ""), merged)
+    return Location(place + (f"?{shown}" if shown else ""), merged)
 
 
 def _parts(url: str) -> tuple[str, str, str]:

@@ -131,12 +131,13 @@ class S3Backend:
         target = self.target(name)
         try:
             return await self.client.call(name, "head_object", **target)
-        except NotFound:
-            # An answer without a body does not say what is missing, the object or the bucket; this one does.
-            with suppress(NotFound, ShortRead):
+        except (NotFound, Permanent):
+            # An answer without a body does not say what is the matter (which object or bucket is missing, whether
+            # it is rights or time that is up); this one does, and mends what can be mended.
+            with suppress(ShortRead):
                 answer = await self.client.call(name, "get_object", **target, Range="bytes=0-0")
                 answer["Body"].close()
-            raise
+            return await self.client.call(name, "head_object", **target)
 
     # -- writing ---------------------------------------------------------------------------------------
 

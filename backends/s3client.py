@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -44,6 +45,9 @@ CONNECT_S = 10.0
 READ_S = 30.0
 """Seconds to connect within, and for which a server may be silent; ``config_kwargs`` may say otherwise
 (``connect_timeout``, ``read_timeout``)."""
+
+RENEW_S = 5.0
+"""Seconds for which credentials that were just read anew, and are refused, are not read once more."""
 
 HASH_THREADS = 2
 """Threads that take checksums, for all loops of one backend."""
@@ -82,6 +86,7 @@ class _Loop:
         self.room = Room()
         self.line: Line | None = None
         self.former: Line | None = None
+        self.renewed_at = float("-inf")
 
 
 class S3Client:
@@ -113,7 +118,7 @@ class S3Client:
             try:
                 return await self._ask(own, line, name, attempt)
             except Expired:
-                if renewed:
+                if renewed or (line is own.line and time.monotonic() - own.renewed_at < RENEW_S):
                     raise
                 renewed = True
                 line = await self._line(own, name, instead_of=line)
@@ -208,6 +213,8 @@ class S3Client:
                 if own.former is not None:
                     await own.former.close()
                 own.former, own.line = own.line, fresh
+                if instead_of is not None:
+                    own.renewed_at = time.monotonic()
             return own.line
 
     async def _connect(self) -> Line:

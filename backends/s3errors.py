@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from aiohttp import ClientError as HttpError
@@ -127,6 +129,8 @@ def _from_answer(response: Any, name: str) -> BackendError:
     hint = _HINTS.get(code)
     if hint:
         cause = f"{hint} ({cause})"
+    if code == "RequestTimeTooSkewed" and (off_s := _clock_off_s(headers.get("date"))) is not None:
+        cause += f"; it is {off_s:+.0f} s from the server's"
     if region := headers.get("x-amz-bucket-region"):
         cause += f"; its region: {_cut(str(region))}"
     if kind is Retryable:
@@ -141,6 +145,14 @@ def retry_after_s(header: object) -> float | None:
     except ValueError:
         return None
     return seconds if 0 <= seconds < float("inf") else None
+
+
+def _clock_off_s(date: object) -> float | None:
+    """Seconds by which this machine's clock is before (+) or behind (-) the server's ``Date``."""
+    try:
+        return time.time() - parsedate_to_datetime(str(date)).timestamp()
+    except (TypeError, ValueError):
+        return None
 
 
 def _certificate_refused(error: BaseException | None) -> bool:

@@ -212,7 +212,10 @@ class S3Writer:
             )
             return etag_of(answer), check_etag(self._name, answer, digest)
 
-        self._etags[number], comparable = await self._client.do(self._name, attempt)
+        try:
+            self._etags[number], comparable = await self._client.do(self._name, attempt)
+        except NoUpload as error:
+            raise Retryable(self._name, "the upload was aborted by others") from error
         self._comparable = self._comparable and comparable
         self.parts_sent += 1
         reach("s3.part.after", self._name)

@@ -11,8 +11,9 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
-from . import opened
+from . import mending, opened
 from .adopted import Adopted
+from .agent.asking import loading
 from .agent.values import AgentSettings
 from .backends.api import Backend
 from .config import config_hash, plain_config, plain_step
@@ -143,6 +144,7 @@ class Checkpointer:
         step: int | None = None,
         allow: Collection[str] = (),
         config_reason: str | None = None,
+        mend: bool = False,
     ) -> int | None:
         """Restore ``state`` in place from the newest step that exists anywhere (or from ``step``), every byte
         proved, and return that step; None if the run has no checkpoint. All ranks get the same.
@@ -154,7 +156,8 @@ class Checkpointer:
         stays as it is).
 
         ``allow`` loosens the comparison with the checkpoint ("missing", "unexpected", "dtype", "class", "ties",
-        "rng", "ranks", "loader"), ``config_reason`` accepts another configuration; both are recorded. Raises
+        "rng", "ranks", "loader"), ``config_reason`` accepts another configuration; both are recorded. ``mend``: then
+        what a nearer tier lacks of this step, or has damaged, is written again from a farther one. Raises
         StateMismatch, ConfigChanged, Damaged (nothing good is left), CannotTell, NoCheckpoint (for ``step``),
         RankError. After an error the contents of ``state`` are undefined.
         """
@@ -175,6 +178,10 @@ class Checkpointer:
                 self._lookout.begin()
             self.recovery = self._restore(trained, step, config_reason, self._held)
             self._adopted = Adopted(trained, self.recovery) if self.recovery is not None else None
+            if mend and self.recovery is not None and self._farther:
+                key = (self.recovery.incarnation, self.recovery.step)
+                places = [self._backend, *self._farther]
+                mending.mend(ranks, places, key, timeout_s=self._policy.close_timeout_s)
         self._origin = self._origin_of(self.recovery, config_reason)
         if self._memory is not None:  # else only flushes need room, and the first of them makes it
             self._reserve(trained)
@@ -184,7 +191,7 @@ class Checkpointer:
         self, state: TrainState, step: int | None, config_reason: str | None, held: Sequence[Arena]
     ) -> Recovery | None:
         ranks, tier = self._meet()
-        with open_arenas(tier.directory, held) as arenas:
+        with loading(self._running_agent()), open_arenas(tier.directory, held) as arenas:
             found = Loader(
                 self._backend,
                 ranks,
@@ -371,16 +378,17 @@ class Checkpointer:
             loosened=recovery.loosened,
         )
 
-    def _former_agent(self) -> AgentSettings | None:
+    def _running_agent(self) -> AgentSettings | None:
         """How the agent of this node is reached that a former process may have left; None where there can be none."""
-        run = find_run(self._backend)
-        if run is None or self._agent != "process":
-            return None
-        return agent_settings(self._place, self._policy, run.run_id, run.chunk_bytes)
+        with contextlib.suppress(EverstepError):  # what is wrong with the run, the loader says, to all ranks
+            run = find_run(self._backend)
+            if run is not None and self._agent == "process" and self._place.agent_dir(run.run_id).is_dir():
+                return agent_settings(self._place, self._policy, run.run_id, run.chunk_bytes)
+        return None
 
     def _kept_by_agent(self) -> list[Arena]:
-        with contextlib.suppress(EverstepError):  # what is wrong with the run, the loader says, to all ranks
-            settings = self._former_agent()
+        settings = self._running_agent()
+        with contextlib.suppress(EverstepError):
             return kept_arenas(settings) if settings is not None else []
         return []
 
@@ -449,8 +457,8 @@ class Checkpointer:
             self._holders = self._protection.holders()
 
     def _agents_address(self) -> str | None:
+        settings = self._running_agent()
         with contextlib.suppress(EverstepError):
-            settings = self._former_agent()
             return agents_address(settings) if settings is not None else None
         return None
 

@@ -5,18 +5,28 @@ Clocks, back-pressure and intervals in seconds are read on rank 0 only, or ranks
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from .plan.schedule import Decision, Schedule, merge
+from .plan.interval import SaveCost
+from .plan.schedule import AUTO, Decision, Schedule, merge, parse_duration
 from .policy import Policy, Tier
 from .ranks import Ranks
 
+log = logging.getLogger("everstep")
+
 LOOKAHEAD_STEPS = 2
+AUTO_FIRST_S = 600.0
+"""The interval between flushes until what one costs was measured."""
 KEPT_DECISIONS_MAX = 64
 """How many past decisions stay published for ranks that lag behind."""
 KEY = "schedule"
+
+Trouble = tuple[str, bool]
+"""What is to be told, "" for nothing, and whether as an error."""
 
 
 class Decisions:
@@ -43,36 +53,74 @@ class Decisions:
         self._unfinished_max = unfinished_max
         self._schedule: Schedule | None = None
         if ranks.rank == 0:
+            every = f"{AUTO_FIRST_S:g}s" if policy.full_every == AUTO else policy.full_every
             self._schedule = Schedule(
                 policy.snapshot_every,
-                policy.full_every,
+                every,
                 LOOKAHEAD_STEPS,
                 policy.on_slow,
                 {tier.name: tier.every for tier in tiers},
             )
+        self.flush_every_s: float | None = None
+        """The interval between flushes as measured (``full_every="auto"``, on rank 0)."""
+        self._cost = SaveCost() if self._schedule is not None and policy.full_every == AUTO else None
+        self._mtbf_s = parse_duration(policy.mtbf, "mtbf")
+        self._flushing = self._was_flushing = False
         self._through = start
         self._last = start
         self._decided: list[Decision] = []
 
-    def of(self, step: int, unfinished: Callable[[], int]) -> Decision:
-        """The decision on ``step``. Rank 0 decides it and the next ones; others wait for it, bounded."""
+    def of(
+        self,
+        step: int,
+        unfinished: Callable[[], int],
+        trouble: Callable[[int], Trouble] = lambda step: ("", False),
+    ) -> Decision:
+        """The decision on ``step``. Rank 0 decides it and the next ones; others wait for it, bounded. ``trouble`` is
+        rank 0's, and told by all ranks at the same step."""
         if self._schedule is not None:
-            self._extend(self._schedule, step, unfinished())
+            self._extend(self._schedule, step, unfinished(), trouble)
         elif step > self._through:
             self._follow(step)
         asked = merge(d for d in self._decided if self._last < d.step <= step)
-        return asked if asked is not None else Decision(step, False, False)
+        asked = asked if asked is not None else Decision(step, False, False)
+        if self._ranks.world == 1:  # nobody has to agree, so it is told at once
+            text, fatal = trouble(step)
+            asked = replace(asked, trouble=text, fatal=fatal)
+        self._flushing |= asked.flush
+        return asked
+
+    def told(self, step: int) -> None:
+        """The trouble of decisions up to ``step`` was told; a step that is tried again does not tell it again."""
+        self._decided = [replace(d, trouble="", fatal=False) if d.step <= step else d for d in self._decided]
 
     def passed(self, step: int) -> None:
         """What was decided for ``step`` is done. Until then a step that failed may be tried again."""
         self._last = max(step, self._last)
+        if self._cost is not None:
+            self._cost.stepped(time.monotonic(), self._flushing or self._was_flushing)
 
-    def _extend(self, schedule: Schedule, step: int, unfinished: int) -> None:
+    def _extend(
+        self, schedule: Schedule, step: int, unfinished: int, trouble: Callable[[int], Trouble]
+    ) -> None:
         """Decide through ``step`` + lookahead and publish it: one small message a step."""
+        self._was_flushing, self._flushing = self._flushing, unfinished > 0
+        self._follow_cost(schedule)
         through = step + LOOKAHEAD_STEPS
         new = schedule.extend(through, time.monotonic(), unfinished, self._unfinished_max)
+        if new and self._ranks.world > 1:  # what was published before may have been read
+            text, fatal = trouble(step)
+            new[-1] = replace(new[-1], trouble=text, fatal=fatal)
         self._take(through, new)
         self._ranks.tell(self._key, {"through": through, "decided": [_to_wire(d) for d in self._decided]})
+
+    def _follow_cost(self, schedule: Schedule) -> None:
+        seconds = self._cost.interval_s(self._mtbf_s) if self._cost is not None and self._mtbf_s else None
+        if seconds is not None and seconds != self.flush_every_s:
+            if self.flush_every_s is None:
+                log.info("everstep: a flush every %.0f s, by what one costs", seconds)
+            self.flush_every_s = seconds
+            schedule.flush_every(seconds)
 
     def _follow(self, step: int) -> None:
         wire = self._ranks.ask(
@@ -98,9 +146,11 @@ def _to_wire(decision: Decision) -> list[Any]:
         decision.wait,
         decision.supersede,
         list(decision.tiers),
+        decision.trouble,
+        decision.fatal,
     ]
 
 
 def _from_wire(item: list[Any]) -> Decision:
-    step, snapshot, flush, wait, supersede, tiers = item
-    return Decision(step, snapshot, flush, wait, supersede, tuple(tiers))
+    step, snapshot, flush, wait, supersede, tiers, trouble, fatal = item
+    return Decision(step, snapshot, flush, wait, supersede, tuple(tiers), trouble, fatal)

@@ -32,15 +32,31 @@ class Heartbeat:
         self._interval_s = interval_s
         self._last: tuple[int, int] | None = None
         self._step_s = 0.0
+        self._called: int | None = None
         self._pid = os.getpid()
         self._stop = threading.Event()
         self._beat()
+        self._took(0.0)
         self._thread = threading.Thread(target=self._run, name="everstep-heartbeat", daemon=True)
         self._thread.start()
+
+    def called(self) -> None:
+        """The trainer comes with a step: what it took ends here, what the engine does with it takes its own time."""
+        self._called = time.monotonic_ns()
+
+    def waits(self) -> None:
+        """The trainer does nothing but wait for the agent, until its next step is done."""
+        self._called = None
+        self._took(None)
 
     def stepped(self, step: int) -> None:
         """The trainer finished ``step`` just now."""
         now = time.monotonic_ns()
+        alone_s = 0.0
+        if self._last is not None and self._called is not None and step > self._last[0]:
+            alone_s = (self._called - self._last[1]) / 1e9 / (step - self._last[0])
+        self._called = None
+        self._took(alone_s)
         if self._last is not None and step > self._last[0]:
             took = (now - self._last[1]) / 1e9 / (step - self._last[0])
             self._step_s += (took - self._step_s) / (MEAN_STEPS if self._step_s else 1)
@@ -74,6 +90,14 @@ class Heartbeat:
             self._note(arena)
         except (EverstepError, IndexError):
             return  # closed at this moment, to be replaced or for good
+
+    def _took(self, seconds: float | None) -> None:
+        try:
+            arena = self._arena()
+            if arena is not None:
+                arena.took(seconds)
+        except (EverstepError, IndexError):
+            return  # closed: a handle is waited for after the end
 
     def _note(self, arena: Arena) -> None:
         last = self._last

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 
 from .agent.client import Progress
 from .errors import EverstepError, SaveAbandoned, SaveFailed, Superseded, from_wire
+from .plan.schedule import Unsaved, parse_every
 from .policy import Policy
 
 log = logging.getLogger("everstep")
@@ -33,11 +34,13 @@ FINISHED = ("committed", "failed", "abandoned", "superseded")
 class Outcomes:
     """Flushes by step: on their way, durable, or failed and why. Used from the trainer's thread only."""
 
-    def __init__(self, policy: Policy, incarnation: int) -> None:
+    def __init__(self, policy: Policy, incarnation: int, start: int | None = None) -> None:
+        """``start``: the step that the incarnation began from."""
         self._policy = policy
         self._incarnation = incarnation
         self._flushes: OrderedDict[int, Progress | None] = OrderedDict()
         self._attempts: dict[int, int] = {}
+        self._asked: dict[int, float] = {}
         self._in_a_row = 0
         self._tiers: dict[int, dict[str, Progress | None]] = {}
         """By step and url, the further tiers that it is owed to."""
@@ -48,6 +51,12 @@ class Outcomes:
         self._told: set[str] = set()
         self.superseded: Superseded | None = None
         self.newest_durable: int | None = None
+        self._safe = start, time.monotonic()
+        """The newest durable step, as far as this session knows, and when it was asked for."""
+        self._announced = False
+        """Whether the schedule has heard that the failures are to be raised."""
+        bound = parse_every(policy.max_unsaved, "max_unsaved")
+        self._unsaved = Unsaved(bound) if bound is not None else None
 
     def expect(self, step: int, attempt: int, tiers: Collection[str] = ()) -> None:
         """A flush of ``step`` was asked for; verdicts on attempts before ``attempt`` say nothing of it. ``tiers``: urls
@@ -55,10 +64,11 @@ class Outcomes:
         self._flushes[step] = None
         self._tiers[step] = dict.fromkeys(tiers)
         self._attempts[step] = attempt
+        self._asked[step] = time.monotonic()
         self._flushes.move_to_end(step)
         while len(self._flushes) > REMEMBERED_MAX:
-            oldest = self._flushes.popitem(last=False)[0]
-            del self._attempts[oldest], self._tiers[oldest]
+            oldest, _ = self._flushes.popitem(last=False)
+            del self._attempts[oldest], self._asked[oldest], self._tiers[oldest]
 
     def unfinished(self) -> list[int]:
         return [step for step, last in self._flushes.items() if last is None]
@@ -119,6 +129,8 @@ class Outcomes:
         self._flushes[progress.step] = progress
         if progress.stage == "committed":
             self._in_a_row = 0
+            if progress.step >= (self.newest_durable or 0):
+                self._safe = progress.step, self._asked[progress.step]
             self.newest_durable = max(progress.step, self.newest_durable or 0)
             log.info("everstep: step %d is durable (%.2f s)", progress.step, progress.seconds)
             return
@@ -128,6 +140,7 @@ class Outcomes:
             self._in_a_row += 1
         log.warning("everstep: step %d did not become durable: %s", progress.step, error)
         self._untold.append(error)
+        del self._untold[:-FINDINGS_MAX]
 
     def _note_protection(self, progress: Progress) -> None:
         """Told each time: what was repaired can break again."""
@@ -180,19 +193,52 @@ class Outcomes:
         kind = {"abandoned": SaveAbandoned, "superseded": Superseded}.get(progress.stage, SaveFailed)
         return True, _as_error(progress, kind)
 
-    def tell(self) -> None:
-        """Raise or warn about failures that the caller has not heard of, by policy. Superseded always raises."""
+    def trouble(self, step: int) -> tuple[str, bool]:
+        """What all ranks are to hear at one step, and whether as an error, as rank 0 sees it when it comes to ``step``:
+        failures that end training by policy, and that too much would be lost. "" for nothing."""
+        if self._untold and self._untold_raises and not self._announced:
+            self._announced = True
+            return f"failed in a row: {self._in_a_row} flush(es), the last one: {self._untold[-1]}", True
+        before, since = self._safe
+        if before is None:
+            before = step - 1
+            self._safe = before, since
+        seconds = time.monotonic() - since
+        if self._unsaved is None or not self._unsaved.due(step - before, seconds):
+            return "", False
+        durable = "none" if self.newest_durable is None else f"the newest is step {self.newest_durable}"
+        return (
+            f"too much would be lost with this machine's memory: {step - before} steps, {seconds:.0f} s "
+            f"(durable in this incarnation: {durable}; unfinished flushes: {self.unfinished() or 'none'}; "
+            f"max_unsaved={self._policy.max_unsaved!r})",
+            self._policy.on_failure == "raise",
+        )
+
+    def escalate(self, text: str, fatal: bool) -> None:
+        """Tell what the schedule says is to be told now. Raises SaveFailed, or the failure behind it."""
+        if fatal:
+            untold, self._untold, self._announced = self._untold, [], False
+            raise untold[-1] if untold else SaveFailed(text, hint="Earlier checkpoints are untouched")
+        warnings.warn(f"everstep: {text}", RuntimeWarning, stacklevel=3)
+
+    @property
+    def _untold_raises(self) -> bool:
+        limit = self._policy.failures_max
+        in_a_row = max([self._in_a_row, *self._dropped_in_a_row.values()])
+        return self._policy.on_failure == "raise" or (limit is not None and in_a_row >= limit)
+
+    def tell(self, *, alone: bool = True) -> None:
+        """Raise or warn about failures that the caller has not heard of, by policy. Superseded always raises. Not
+        ``alone``: other ranks are to raise at the same step, so an error waits for the schedule (:meth:`trouble`)."""
         if self.superseded is not None:
             raise self.superseded
         findings, self._findings = self._findings, OrderedDict()
         for text in findings:
             warnings.warn(f"everstep: {text}", RuntimeWarning, stacklevel=3)
-        untold, self._untold = self._untold, []
-        if not untold:
+        if not self._untold or (self._untold_raises and not alone):
             return
-        limit = self._policy.failures_max
-        in_a_row = max([self._in_a_row, *self._dropped_in_a_row.values()])
-        if self._policy.on_failure == "raise" or (limit is not None and in_a_row >= limit):
+        untold, self._untold, self._announced = self._untold, [], False
+        if self._untold_raises:
             raise untold[-1]
         for error in untold:
             warnings.warn(f"everstep: {error}", RuntimeWarning, stacklevel=3)

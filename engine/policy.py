@@ -11,7 +11,8 @@ from typing import Any, Literal, TypeGuard
 
 from .errors import BadOption
 from .peers.address import split_address
-from .plan.schedule import parse_every
+from .plan.pace import parse_rate
+from .plan.schedule import AUTO, parse_duration, parse_every
 
 SHARED_MEMORY = Path("/dev/shm")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
@@ -138,11 +139,20 @@ class Policy:
     What differed once is looked at again at each flush. Second copies (``Memory(replicas=)``) are compared with what is
     stored at every flush in any case, by the agents.
 
-    ``rate_bytes_per_s`` limits what the agent writes. ``commit_timeout_s`` bounds the wait for the other ranks' votes,
-    which ends sooner once a rank is known to have ended without one, ``slot_timeout_s`` the wait of the training loop
-    for a free slot, ``rank_timeout_s`` any wait for another rank, ``close_timeout_s`` the drain at the end. Every rank
-    gives a sign of life each ``heartbeat_s``; one that gave none for ``heartbeat_timeout_s`` (default: four times that)
-    is suspected.
+    ``full_every="auto"`` takes the interval that loses the least time (Young, Daly), from what a flush is measured to
+    cost training and ``mtbf``, the mean time between failures of the job ("6h").
+
+    ``max_unsaved`` is how much training may hang on memory alone: once the newest durable step is older than that, in
+    steps or time ("1h"), all ranks are told at the same step, and again each time that has doubled; as a warning, or an
+    error with ``on_failure="raise"``. Time counts from the opening where nothing became durable since.
+
+    ``rate_bytes_per_s`` limits what the agent writes to the root: a number, "50%" of what the disk or network is
+    measured to do, "adaptive" (as fast as training does not become slower), or None.
+
+    ``commit_timeout_s`` bounds the wait for the other ranks' votes, which ends sooner once a rank is known to have
+    ended without one, ``slot_timeout_s`` the wait of the training loop for a free slot, ``rank_timeout_s`` any wait for
+    another rank, ``close_timeout_s`` the drain at the end. Every rank gives a sign of life each ``heartbeat_s``; one
+    that gave none for ``heartbeat_timeout_s`` (default: four times that) is suspected.
     """
 
     snapshot_every: int | str | None = 1
@@ -154,7 +164,9 @@ class Policy:
     failures_max: int | None = 5
     audit_every: int | None = 10
     on_disagreement: Literal["warn", "refuse"] = "warn"
-    rate_bytes_per_s: float | None = None
+    max_unsaved: int | str | None = None
+    mtbf: str | None = None
+    rate_bytes_per_s: float | str | None = None
     commit_timeout_s: float = 300.0
     slot_timeout_s: float = 120.0
     rank_timeout_s: float = 300.0
@@ -187,12 +199,7 @@ class Policy:
             )
         if self.on_failure not in ("warn", "raise"):
             raise BadOption("Policy(on_failure=) is unknown", found=self.on_failure, expected="warn or raise")
-        if self.rate_bytes_per_s is not None and (
-            not _is_number(self.rate_bytes_per_s) or self.rate_bytes_per_s <= 0
-        ):
-            raise BadOption(
-                "Policy(rate_bytes_per_s=) must be a number above 0", found=repr(self.rate_bytes_per_s)
-            )
+        parse_rate(self.rate_bytes_per_s, "Policy(rate_bytes_per_s=)")
         if self.heartbeat_timeout_s is None:
             object.__setattr__(
                 self, "heartbeat_timeout_s", 4 * self.heartbeat_s if _is_number(self.heartbeat_s) else 0
@@ -211,8 +218,29 @@ class Policy:
                 raise BadOption(
                     f"Policy({name}=) must be a positive, finite number of seconds", found=repr(value)
                 )
-        for name in ("snapshot_every", "full_every"):
-            parse_every(getattr(self, name), f"Policy({name}=)")
+        parse_every(self.snapshot_every, "Policy(snapshot_every=)")
+        _check_flushes(self)
+
+
+def _check_flushes(policy: Policy) -> None:
+    every = policy.full_every
+    full = None if every == AUTO else parse_every(every, "Policy(full_every=)")
+    mtbf_s = parse_duration(policy.mtbf, "Policy(mtbf=)")
+    if (every == AUTO) != (mtbf_s is not None):
+        raise BadOption(
+            'Policy(full_every="auto") and Policy(mtbf=) belong together',
+            found=(every, policy.mtbf),
+            expected='mtbf="6h", say: the mean time between failures of the whole job',
+        )
+    unsaved = parse_every(policy.max_unsaved, "Policy(max_unsaved=)")
+    if unsaved is None or full is None:
+        return
+    if (unsaved.steps or 0) <= (full.steps or 0) and (unsaved.seconds or 0) <= (full.seconds or 0):
+        raise BadOption(
+            "Policy(max_unsaved=) is no longer than the interval between flushes",
+            found=(policy.max_unsaved, every),
+            expected="time for a flush, and for one that fails, on top of full_every",
+        )
 
 
 @dataclass(frozen=True)
@@ -224,7 +252,8 @@ class Tier:
     ``name`` is what handles and ``everstep status`` call it (default: the URL's scheme). ``every`` says which flushes
     go there: each n-th, the first included, or one in each interval ("1h"); an explicit ``save`` and the last snapshot
     at ``close`` always do. ``keep_last`` and ``keep_every`` are this tier's own retention. ``rate`` limits what a node
-    sends to it, in bytes per second.
+    sends to it: bytes per second, a share of what the way there is measured to do, "adaptive" (as fast as training does
+    not become slower), or None.
     """
 
     url: str | os.PathLike[str]
@@ -232,7 +261,7 @@ class Tier:
     every: int | str = 1
     keep_last: int = 3
     keep_every: int | None = None
-    rate: float | None = None
+    rate: float | str | None = "50%"
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -254,8 +283,7 @@ class Tier:
             optional = what == "keep_every" and value is None
             if not optional and (not _is_whole(value) or value < 1):
                 raise BadOption(f"Tier({what}=) must be a whole number, at least 1", found=repr(value))
-        if self.rate is not None and (not _is_number(self.rate) or self.rate <= 0):
-            raise BadOption("Tier(rate=) must be a number of bytes per second above 0", found=repr(self.rate))
+        parse_rate(self.rate, "Tier(rate=)")
         if not isinstance(self.storage_options, Mapping):
             raise BadOption(
                 "Tier(storage_options=) must be a mapping", found=type(self.storage_options).__name__

@@ -85,9 +85,9 @@ class Session:
         adopted = adopted_of(record)
         tier.open(run_id=run.run_id, incarnation=record.number, adopted=adopted, world=ranks.world)
         self._client = self._connect(place, policy, run, agent, adopted)
-        self.outcomes = Outcomes(policy, record.number)
         self._unfinished_max = max(1, slots - 2)
         start = adopted[1] if adopted else -1
+        self.outcomes = Outcomes(policy, record.number, adopted[1] if adopted else None)
         self._urls = {tier.name: tier.url for tier in place.tiers}
         shares, room = place.shares, self._unfinished_max
         self._decisions = Decisions(
@@ -149,9 +149,15 @@ class Session:
 
     def step(self, step: int, state: TrainState, metrics: Mapping[str, Any] | None) -> SaveHandle | None:
         """What the schedule says for ``step``."""
-        self.hear()
+        self._heartbeat.called()
+        self.hear(alone=self._ranks.world == 1)
         self._check_order(step, again=False)
-        decision = self._decisions.of(step, lambda: len(self.outcomes.unfinished()))
+        decision = self._decisions.of(
+            step, lambda: len(self.outcomes.unfinished()), trouble=self.outcomes.trouble
+        )
+        if decision.trouble:
+            self._decisions.told(step)
+            self.outcomes.escalate(decision.trouble, decision.fatal)
         if decision.supersede or decision.wait:
             self._make_way(step, give_up=decision.supersede)
         if decision.flush or (decision.snapshot and self._memory):
@@ -162,6 +168,7 @@ class Session:
     def save(self, step: int, state: TrainState, metrics: Mapping[str, Any] | None) -> SaveHandle:
         """A full checkpoint of ``step``, whatever the schedule says; of the snapshot that is there, if it is of
         this very step."""
+        self._heartbeat.called()
         self.hear()
         self._check_order(step, again=True)
         newest = self._snapshots.newest
@@ -181,11 +188,11 @@ class Session:
         if self._snapshots.newest is None and self._last_step >= 0:
             self._snapshot(self._last_step, state, None, late=False, flush=True)
 
-    def hear(self) -> None:
-        """Take in what the agent said; tell the caller of failures it has not heard of."""
+    def hear(self, *, alone: bool = True) -> None:
+        """Take in what the agent said; tell the caller of failures it has not heard of (see :meth:`.Outcomes.tell`)."""
         self._send_pending()
         self._hear_quietly()
-        self.outcomes.tell()
+        self.outcomes.tell(alone=alone)
 
     def outcome(self, step: int, tier: str | None = None) -> tuple[bool, Any]:
         url = self._url(step, tier)
@@ -373,7 +380,7 @@ class Session:
                 meta,
                 late=late,
                 timeout_s=self._policy.slot_timeout_s,
-                waiting=self._await_protection,
+                waiting=self._wait_for_slot,
             )
         except BaseException as error:
             # The other ranks ask for a flush of this step: let them hear at once why it cannot be.
@@ -430,9 +437,10 @@ class Session:
             self._told = newest.step
             self._client.taken(newest.step, slot=newest.slot, generation=newest.generation)
 
-    def _await_protection(self) -> None:
+    def _wait_for_slot(self) -> None:
         """While training waits for the agent, and for nothing else: it is asked at once, and has the whole bound and no
         more."""
+        self._heartbeat.waits()
         if self._wait_s is not None:
             self._client.ask()
         self._hear_quietly()
@@ -469,6 +477,7 @@ class Session:
         )
 
     def _look(self, seconds: float) -> None:
+        self._heartbeat.waits()
         for progress in self._client.listen(min(seconds, 0.5)):
             self._note(progress)
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from everstep.memory.process import Process
+
 from .link import Link, State
-from .protocol import Reply, Request, StatusAnswer, StatusRequest
+from .protocol import Loading, Noted, Reply, Request, StatusAnswer, StatusRequest
 from .values import AgentSettings
 
 ASK_S = 5.0
+TELL_S = 2.0
+"""A load waits no longer for an agent to stand back."""
 
 Answer = TypeVar("Answer", bound=Reply)
 Found = TypeVar("Found")
@@ -24,6 +29,23 @@ def ask_status(settings: AgentSettings, *, timeout_s: float = ASK_S) -> dict[str
     return ask(
         settings, StatusRequest(1), StatusAnswer, lambda link, answer: answer.status, timeout_s=timeout_s
     )
+
+
+@contextmanager
+def loading(settings: AgentSettings | None) -> Iterator[None]:
+    """While this process loads, the agent of ``settings.runtime_dir``, if one runs there, stands back."""
+    _tell_loading(settings, ended=False)
+    try:
+        yield
+    finally:
+        _tell_loading(settings, ended=True)
+
+
+def _tell_loading(settings: AgentSettings | None, *, ended: bool) -> None:
+    if settings is not None:
+        me = Process.current()
+        request = Loading(1, me.pid, me.start_time, me.boot, ended)
+        ask(settings, request, Noted, lambda link, answer: None, timeout_s=TELL_S)
 
 
 def ask(

@@ -84,6 +84,17 @@ class ArenasRequest(msgspec.Struct, tag="arenas?", tag_field="t"):
     descriptors: bool
 
 
+class Loading(msgspec.Struct, tag="loading", tag_field="t"):
+    """Said without registering: the process begins to load, or (``ended``) is done. What an agent sends in the
+    background stands back meanwhile."""
+
+    number: int
+    pid: int
+    start_time: int
+    boot: str
+    ended: bool
+
+
 class Listen(msgspec.Struct, tag="listen", tag_field="t"):
     """Asks for an address at which agents of other nodes reach this one, on ``host``. ``secret`` is what they all
     know; it stays on this machine."""
@@ -168,6 +179,12 @@ class ArenasAnswer(msgspec.Struct, tag="arenas", tag_field="t"):
     arenas: list[dict[str, Any]]
 
 
+class Noted(msgspec.Struct, tag="noted", tag_field="t"):
+    """The agent knows who loads."""
+
+    number: int
+
+
 class Listening(msgspec.Struct, tag="listening", tag_field="t"):
     """Where other nodes' agents reach this one; or why not."""
 
@@ -196,12 +213,25 @@ Request = (
     | Ping
     | StatusRequest
     | ArenasRequest
+    | Loading
     | Listen
     | Guarding
     | Taken
     | Bye
 )
-Reply = Answer | Welcome | Refused | News | Pong | StatusAnswer | ArenasAnswer | Listening | Guarded | Goodbye
+Reply = (
+    Answer
+    | Welcome
+    | Refused
+    | News
+    | Pong
+    | StatusAnswer
+    | ArenasAnswer
+    | Noted
+    | Listening
+    | Guarded
+    | Goodbye
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -10,24 +11,25 @@ from typing import Any
 
 from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError
-from everstep.backends.open import open_backend
+from everstep.backends.limit import Gate, Limit, RateLimited
+from everstep.backends.open import is_local, open_backend
 from everstep.backends.wrap import Wrapper
 
 from .values import AgentSettings, storage_environment
 
 log = logging.getLogger("everstep.agent")
 
-OpenBackend = Callable[[str, Mapping[str, Any]], Backend]
-"""By url and options of the storage."""
+OpenBackend = Callable[..., Backend]
+"""By url and options of the storage, and the ``gate=`` that its traffic passes, if it has one."""
 
 FORMER_MAX = 1
 """Backends that were replaced, and may still be at work; older ones are closed."""
 
 
-def open_root(url: str, options: Mapping[str, Any]) -> Backend:
-    """The run's root: every node sees the same files there. If it is deleted under the agent, what the agent writes
-    late must not appear in a run that is made anew at the same place."""
-    return open_backend(url, shared=True, bound=True, options=options)
+def open_root(url: str, options: Mapping[str, Any], gate: Gate | None = None) -> Backend:
+    """The run's root, or a further tier: every node sees the same files there. If it is deleted under the agent, what
+    the agent writes late must not appear in a run that is made anew at the same place."""
+    return open_backend(url, shared=True, bound=True, options=options, gate=gate)
 
 
 def take_environment(settings: AgentSettings) -> bool:
@@ -42,10 +44,21 @@ def take_environment(settings: AgentSettings) -> bool:
     return True
 
 
+def open_gated(open_backend: OpenBackend, url: str, options: Mapping[str, Any], limit: Limit) -> Backend:
+    """The backend at ``url``, whose bytes pass ``limit``: on the wire, or as they are written to local files."""
+    if is_local(url):
+        return RateLimited(open_backend(url, options), limit)
+    return open_backend(url, options, gate=limit)
+
+
 class Root(Wrapper):
     """The backend at ``url``. Whatever has this object uses the newest credentials."""
 
-    def __init__(self, url: str, options: Mapping[str, Any], open_backend: OpenBackend) -> None:
+    def __init__(
+        self, url: str, options: Mapping[str, Any], open_backend: OpenBackend, limit: Limit | None = None
+    ) -> None:
+        if limit is not None:
+            open_backend = functools.partial(open_gated, open_backend, limit=limit)
         super().__init__(open_backend(url, options))
         self._open = open_backend
         self._at = url

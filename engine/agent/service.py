@@ -19,6 +19,7 @@ from typing import Any
 from everstep.backends.api import Backend, Notes
 from everstep.backends.errors import BackendError
 from everstep.backends.limit import RateLimited
+from everstep.backends.open import is_local
 from everstep.errors import AgentError, EverstepError, Superseded
 from everstep.format.manifest import Manifest
 from everstep.format.records import RunRecord
@@ -36,6 +37,7 @@ from .guard import SameRun
 from .journal import GuardEntry, JobEntry, Journal, NoJournal, Notebook, Uploading
 from .members import FLUSHED, KEPT, Member, Members, find_snapshot, open_arena
 from .orphans import Orphans
+from .pacing import Pacing
 from .pipeline import Flush, Pipeline
 from .protection import Protection
 from .protocol import (
@@ -47,6 +49,7 @@ from .protocol import (
     Goodbye,
     Guarding,
     Listen,
+    Loading,
     News,
     Register,
     Request,
@@ -85,7 +88,9 @@ class Service:
         self.journal = journal
         self._journal_thread = ThreadPoolExecutor(1, thread_name_prefix="everstep-journal")
         self.open_backend = open_backend
-        self._backend = Root(settings.root, settings.options, open_backend)
+        self.pacing = Pacing(self.members.of_newest, settings.rate_bytes_per_s)
+        on_wire = None if is_local(settings.root) else self.pacing.root
+        self._backend = Root(settings.root, settings.options, open_backend, on_wire)
         self._guarded: Backend = self._backend
         """For whatever writes or deletes: only while it is this run's."""
         self._run: RunRecord | None = None
@@ -118,6 +123,7 @@ class Service:
         self.keep(resume(self))
         self.keep(self._linger())
         self.keep(self.beacons.run())
+        self.keep(self.pacing.run())
 
     async def close(self) -> None:
         for task in list(self._tasks):
@@ -131,6 +137,7 @@ class Service:
         await self.tiers.close()
         await self._write_events()
         await self.beacons.close()
+        self.pacing.close()
         self.members.close()
         self._journal_thread.shutdown()
         self.journal.close()
@@ -181,6 +188,8 @@ class Service:
                 peer.send(StatusAnswer(request.number, self.status()))
             elif isinstance(request, ArenasRequest):
                 self._send_arenas(peer, request)
+            elif isinstance(request, Loading):
+                self.pacing.hear(peer, request)
             elif peer.member is None:
                 raise AgentError("register first", found=type(request).__name__)
             elif isinstance(request, FlushRequest):
@@ -207,6 +216,7 @@ class Service:
             if fd is not None:
                 os.close(fd)
         self.members.add(member)
+        self.pacing.loaded(member.process)
         self.protection.joined(member)
         if hello.arena:
             await self.journaled(self.journal.put_member, member.entry())
@@ -254,18 +264,13 @@ class Service:
 
     def _follow(self, theirs: AgentSettings) -> None:
         """The newest incarnation's wishes count."""
-        before, self.settings = self.settings, theirs
+        self.settings = theirs
         self._pipeline.commit_timeout_s = theirs.commit_timeout_s
-        if theirs.rate_bytes_per_s != before.rate_bytes_per_s:
-            self._pipeline.backend = self._limited()
+        self.pacing.follow(theirs.rate_bytes_per_s)
         if self._rotator is not None:
             self._rotator.retention = theirs.retention
         self.tiers.follow(anew=self._anew)
         self._anew = False
-
-    def _limited(self) -> Backend:
-        rate = self.settings.rate_bytes_per_s
-        return RateLimited(self._guarded, rate) if rate else self._guarded
 
     async def _flush(self, member: Member, request: FlushRequest) -> None:
         entry = self.entry_of(
@@ -466,7 +471,7 @@ class Service:
         self.pipeline = Pipeline(
             self,
             record,
-            self._limited(),
+            RateLimited(self._guarded, self.pacing.root) if is_local(self.settings.root) else self._guarded,
             queue_max=self.settings.queue_max,
             commit_timeout_s=self.settings.commit_timeout_s,
         )

@@ -38,5 +38,6 @@ def describe(service: Service, epoch: int, seconds: float) -> dict[str, Any]:
             for f in flushes
         ],
         "tiers": service.tiers.status(),
+        "pace": service.pacing.status(),
         "guard": service.protection.status(),
     }

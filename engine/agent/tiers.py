@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from everstep.backends.api import Backend, Notes
-from everstep.backends.limit import RateLimited
 from everstep.errors import EverstepError
 from everstep.format.manifest import Manifest
 from everstep.format.records import RunRecord
 
 from .journal import JobEntry, MirrorEntry
 from .mirrors import Key, Mirrors
+from .root import open_gated
+from .turnstile import Lane
 from .values import Progress, TierSettings
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Tiers:
         self._service = service
         self._run: RunRecord | None = None
         self._mirrors: Mirrors | None = None
+        self._lanes: dict[str, Lane] = {}
         self._unplaced: list[MirrorEntry] = []
         """Journaled by a former agent, of tiers that no trainer has named yet: how to open them, secrets included, is
         known from trainers only."""
@@ -113,8 +115,11 @@ class Tiers:
         return self._service.notes(entry, name)
 
     def open_tier(self, tier: TierSettings) -> Backend:
-        backend = self._service.open_backend(tier.url, tier.options)
-        return RateLimited(backend, float(tier.rate)) if isinstance(tier.rate, (int, float)) else backend
+        former = self._lanes.get(tier.name)
+        if former is not None:
+            former.close()
+        lane = self._lanes[tier.name] = self._service.pacing.lane(tier.name, tier.rate)
+        return open_gated(self._service.open_backend, tier.url, tier.options, lane)
 
     def has_first_rank(self) -> bool:
         return 0 in self._service.members.arenas()

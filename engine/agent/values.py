@@ -78,7 +78,7 @@ class AgentSettings:
     run_key: str
     node: str
     runtime_dir: Path
-    rate_bytes_per_s: float | None = None
+    rate_bytes_per_s: float | str | None = None
     retention: Retention = field(default_factory=lambda: Retention(keep_last=KEEP_LAST, keep_every=None))
     linger_s: float = LINGER_S
     commit_timeout_s: float = COMMIT_TIMEOUT_S

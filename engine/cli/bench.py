@@ -26,7 +26,7 @@ Runner = Callable[[Tell], "dict[str, Any]"]
 STAGES_PER_REPEAT = {"stall": 3, "save-load": 2, "memory": 2}
 STAGES = {"dcp": 8}
 """Of benchmarks whose number of stages does not grow with the repeats."""
-STAGES_MORE = {"memory": 4}
+STAGES_MORE = {"memory": 4, "pace": 2, "s3": 4}
 
 
 @click.group("bench", context_settings={"help_option_names": ["-h", "--help"]})
@@ -193,11 +193,82 @@ def dcp(size_mib: int, repeats: int, directory: Path | None, as_json: bool) -> N
     _run("dcp", runner, repeats, as_json)
 
 
+@command("s3", epilog=EPILOG.format(name="s3").replace("--size-mib 1024", "--gib 1"))
+@click.option(
+    "--gib", type=click.FloatRange(0.001, 1024), default=1.0, show_default=True, help="Size of the images."
+)
+@click.option("--repeats", type=click.IntRange(1, 1000), default=5, show_default=True)
+@click.option(
+    "--url",
+    help="s3://bucket/prefix, endpoint and keys by AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; "
+    "default: a SeaweedFS on this machine, started for it.",
+)
+@click.option(
+    "--dir",
+    "directory",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Where that has its data; default: the current directory.",
+)
+@json_option
+def s3(gib: float, repeats: int, url: str | None, directory: Path | None, as_json: bool) -> None:
+    """How fast images get into an object store and back, against other clients of the same server.
+
+    Four images go the way of a flush (hashed, each part with a checksum that the server checks, verified, with vote
+    and manifest) and back as a verified load; in turn with s3fs (files, and memory), boto3 with its threads,
+    and s3torchconnector, which prove nothing of that. put_vs_best_rival and get_vs_best_rival are our speed over that
+    of the fastest of them; peak_extra_mib the memory that each takes beyond the images, ours within memory_bound;
+    rate_limit_error the greatest difference between a limit and what a relay saw pass in any 5 s, relative
+    (rate_limit_get_error: of a get). Needs some four times the size in memory, and on disk ten times that and
+    five times more with each repeat.
+    """
+
+    def runner(tell: Tell) -> dict[str, Any]:
+        from everstep.benchmarks.object_store import run_s3
+
+        return run_s3(gib, repeats, directory, tell, url=url)
+
+    _run("s3", runner, repeats, as_json, _s3_text)
+
+
+@command("pace", epilog=EPILOG.format(name="pace").replace("1024", "256"))
+@json_option
+@click.option(
+    "--dir",
+    "directory",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Where to write; default: the current directory.",
+)
+@click.option("--repeats", type=click.IntRange(1, 1000), default=5, show_default=True)
+@click.option(
+    "--size-mib",
+    type=click.IntRange(1, 1 << 20),
+    default=256,
+    show_default=True,
+    help="Size of the state.",
+)
+def pace(size_mib: int, repeats: int, directory: Path | None, as_json: bool) -> None:
+    """How much flushing slows down a training that reads from the same disk.
+
+    slowdown_no_limit, slowdown_fixed and slowdown_adaptive are how much longer a step takes (0.1: a tenth) than in
+    training alone, measured in turn, while one flush follows the other: without a limit, with a fixed one, and as fast
+    as training is not slowed down. Each mode takes 12 s a repeat. Needs some twelve times the size in memory.
+    """
+
+    def runner(tell: Tell) -> dict[str, Any]:
+        from everstep.benchmarks.pace import run_pace
+
+        return run_pace(size_mib, repeats, directory, tell)
+
+    _run("pace", runner, repeats, as_json, _pace_text)
+
+
 bench.add_command(stall)
 bench.add_command(save_load)
 bench.add_command(plan)
 bench.add_command(dcp)
 bench.add_command(memory)
+bench.add_command(pace)
+bench.add_command(s3)
 
 
 def _run(
@@ -248,6 +319,57 @@ def _plan_text(found: dict[str, Any]) -> str:
             f"a layout of {human_bytes(rank['layout_bytes'])}, stored {human_bytes(rank['stored_layout_bytes'])}",
             "\n".join(found["notes"]),
             found["checked"],
+        ]
+    )
+
+
+def _s3_text(found: dict[str, Any]) -> str:
+    rows = [
+        (
+            order,
+            way,
+            *(f"{one[name]:.2f} s" for name in ("median_s", "min_s", "max_s", "cpu_s")),
+            f"{human_bytes(int(one['bytes_per_s']))}/s",
+            f"{one['peak_extra_mib']:.0f} MiB",
+        )
+        for order in ("put", "get")
+        for way, one in found[order].items()
+    ]
+    headers = ("", "way", "median", "least", "greatest", "processor", "rate", "memory")
+    bound, rate, m = found["memory_bound"], found["rate"], found["machine"]
+    return "\n\n".join(
+        [
+            f"s3: {human_bytes(found['size_bytes'])} in {found['images']} images, {found['repeats']} repeats; "
+            f"{found['server']}",
+            table(headers, rows, right=tuple(range(2, 8))),
+            f"speed over the fastest rival's: put {found['put_vs_best_rival']:.2f}, "
+            f"get {found['get_vs_best_rival']:.2f}",
+            f"everstep's memory is bounded by {bound['put_mib']:.0f} MiB of parts, "
+            f"{bound['get_mib']:.0f} MiB of pieces",
+            f"limit of {human_bytes(int(rate['bytes_per_s']))}/s, in any {rate['window_s']:g} s: "
+            f"off by {found['rate_limit_error']:.1%} (put), {found['rate_limit_get_error']:.1%} (get)",
+            *(f"left out: {way}: {why}" for way, why in found["left_out"].items()),
+            f"{m['cores']} cores, load {found['load_before']:.1f} before, Python {m['python']}, {m['file_system']}",
+            found["checked"],
+        ]
+    )
+
+
+def _pace_text(found: dict[str, Any]) -> str:
+    headers = ("flushes", "slower by", "least", "greatest", "flushed")
+    rows = [
+        (
+            one["name"],
+            *(f"{one[key]:.1%}" for key in ("slowdown", "slowdown_min", "slowdown_max")),
+            f"{human_bytes(int(one['flushed_bytes_per_s']))}/s",
+        )
+        for one in found["modes"]
+    ]
+    return "\n\n".join(
+        [
+            f"pace: {human_bytes(found['size_bytes'])}, a step of {found['step_alone_s'] * 1000:.0f} ms that reads "
+            f"{human_bytes(found['step_reads_bytes'])}, {found['repeats']} repeats",
+            table(headers, rows, right=(1, 2, 3, 4)),
         ]
     )
 

@@ -10,6 +10,7 @@ import click
 from .frame import DONE, FAILED, Answer, answering, command, human_bytes, json_option, progress
 
 if TYPE_CHECKING:
+    from everstep.places import Place
     from everstep.store.copying import CopyReport, Key
 
 SKIPPED = 3
@@ -23,7 +24,7 @@ Exit codes:
 
 Example:
   everstep copy runs/gpt /backup/gpt
-  everstep copy runs/gpt /backup/gpt --newest 1
+  everstep copy runs/gpt s3://bucket/gpt --newest 1
   everstep copy runs/gpt /backup/gpt --steps 1000,2000 --json
 """
 
@@ -45,8 +46,11 @@ def copy(source: str, target: str, steps: str | None, newest: int | None, as_jso
         raise click.UsageError("--steps and --newest exclude each other")
     chosen = _steps(steps)
     with answering(as_json) as answer:
-        _refuse_nested(source, target)
-        report = _copy(source, target, chosen, newest)
+        from everstep.places import locate
+
+        here, there = locate(source), locate(target)
+        _refuse_nested(here.url, there.url)
+        report = _copy(here, there, chosen, newest)
         code = FAILED if report.failed else SKIPPED if report.pruned or report.refused else DONE
         _answer(answer, source, target, report)
         for key, error in report.failed:
@@ -64,11 +68,13 @@ def _steps(text: str | None) -> list[int] | None:
 
 
 def _refuse_nested(source: str, target: str) -> None:
-    """One run must not come to lie in another, nor on itself."""
+    """One run must not come to lie in another, nor on itself. The URLs are canonical; what stands behind the question
+    mark says which service."""
     from everstep.errors import BadOption
-    from everstep.places import locate
 
-    here, there = locate(source).url, locate(target).url
+    (here, _, service), (there, _, other) = source.partition("?"), target.partition("?")
+    if service != other:
+        return
     if here == there:
         relation = "is SRC itself"
     elif there.startswith(f"{here}/"):
@@ -77,11 +83,10 @@ def _refuse_nested(source: str, target: str) -> None:
         relation = "contains SRC"
     else:
         return
-    raise BadOption(f"DST {relation}", found=there, expected=f"a place beside {here}")
+    raise BadOption(f"DST {relation}", found=target, expected=f"a place beside {source}")
 
 
-def _copy(source: str, target: str, steps: list[int] | None, newest: int | None) -> CopyReport:
-    from everstep.backends.open import open_backend
+def _copy(source: Place, target: Place, steps: list[int] | None, newest: int | None) -> CopyReport:
     from everstep.store.blocking import run_blocking
     from everstep.store.copying import copy_run
 
@@ -95,9 +100,9 @@ def _copy(source: str, target: str, steps: list[int] | None, newest: int | None)
                 bar.update(done - shown)
                 shown = done
 
-            here = open_backend(source)
+            here = source.open()
             try:
-                there = open_backend(target, shared=True)
+                there = target.open()
                 try:
                     return await copy_run(here, there, steps=steps, newest=newest, progress=show)
                 finally:

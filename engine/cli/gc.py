@@ -63,7 +63,7 @@ def gc(run: str, older_than_s: float, dry_run: bool, memory: Path, as_json: bool
 
 
 def _collect(run: str, older_than_s: float, dry_run: bool, memory: Path) -> Collected:
-    from everstep.backends.open import open_backend
+    from everstep.places import locate
     from everstep.plan.liveness import Health
     from everstep.store.blocking import run_blocking
     from everstep.store.leftovers import collect_leftovers
@@ -76,7 +76,7 @@ def _collect(run: str, older_than_s: float, dry_run: bool, memory: Path) -> Coll
     living = [sight.incarnation] if agents or sight.health() is not Health.NOTHING else []
 
     async def go() -> Collected:
-        backend = open_backend(run, shared=True)
+        backend = locate(run).open()
         try:
             return await collect_leftovers(backend, living=living, older_than_s=older_than_s, dry_run=dry_run)
         finally:

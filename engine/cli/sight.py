@@ -67,6 +67,8 @@ class Sight:
     ranks: dict[int, SeenRank] = field(default_factory=dict)
     spares: list[dict[str, Any]] = field(default_factory=list)
     """The job's spare nodes, as this node's agent says: ``spare`` (the address), ``reached``, ``step``, ``error``."""
+    farther: list[dict[str, Any]] = field(default_factory=list)
+    """The run's further tiers, as this node's agent says: ``name``, ``url``, ``newest``, ``owed``, ``error``, ..."""
     problems: list[str] = field(default_factory=list)
 
     def health(self) -> Health:
@@ -112,6 +114,7 @@ def look(run: str, memory: Path, wait_s: float | None) -> Sight:
         sight.problems.append(f"{type(error).__name__}: {error}")
     run_ids = [sight.survey.run.run_id] if sight.survey is not None else []
     status = _agent_status(place, run_ids)
+    sight.farther = (status or {}).get("tiers") or []
     sight.spares = ((status or {}).get("guard") or {}).get("spares") or []
     here = _here(place, directory_of_run(memory, run), run_ids, status)
     mine = {(node.beacon.node, node.beacon.boot) for node in here}

@@ -56,8 +56,8 @@ Example:
 def status(run: str, memory: Path, wait_s: float | None, as_json: bool) -> None:
     """Show who is alive in RUN, a directory or URL, and the newest step in each tier.
 
-    Ranks on this node are seen in its memory; those of other nodes in the beacons that their agents leave in the run,
-    which takes two looks. Reads only. "Last step" is the newest one that the trainer finished, and how long
+    Ranks on this node are seen in its memory; those of other nodes in the beacons that their agents leave in the
+    run, which takes two looks. Reads only. "Last step" is the newest one that the trainer finished, and how long
     ago: a trainer that hangs still beats, while its last step grows old. Spare nodes are listed where an agent of the
     job runs on this node: as that one sees them. Ages with ">" are those of a node that says nothing more, and grow
     only while it is watched.
@@ -116,6 +116,7 @@ def _as_json(sight: Sight) -> dict[str, Any]:
         ],
         "spares": sight.spares,
         "tiers": _tiers(sight),
+        "farther": sight.farther,
         "queue": sum(node.beacon.queue for node in sight.nodes),
         "problems": sight.problems,
     }
@@ -133,6 +134,13 @@ def _tiers(sight: Sight) -> dict[str, dict[str, Any]]:
         "complete": {"step": max(complete, default=memory)},
         "durable": _durable(sight),
     }
+
+
+def _on_its_way(tier: dict[str, Any]) -> str:
+    """What is owed to a further tier, and what is in the way."""
+    owed = ", ".join(map(str, tier["owed"]))
+    told = [f"owed: {owed}"] if owed else []
+    return "; ".join([*told, *([tier["error"]] if tier["error"] else [])])
 
 
 def _least(steps: list[int | None]) -> int | None:
@@ -187,6 +195,9 @@ def _as_text(sight: Sight, value: dict[str, Any]) -> str:
     ]
     rows = [
         [name, _or_dash(tier["step"]), note if tier["step"] is not None else ""] for name, tier, note in lines
+    ]
+    rows += [
+        [f"durable, {one['name']}", _or_dash(one["newest"]), _on_its_way(one)] for one in value["farther"]
     ]
     blocks.append(table(["tier", "newest step", ""], rows, right=(1,)))
     notes = [f"flushes unfinished: {value['queue']}"]

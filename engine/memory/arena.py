@@ -32,6 +32,7 @@ from .header import (
     WORD_PROTECTED,
     WORD_REMOVED,
     WORD_STEP_NS,
+    WORD_TOOK,
     Fixed,
     Kind,
     Ownership,
@@ -280,6 +281,17 @@ class Arena:
         """The owner finished step ``key``, (incarnation, step), at ``at_ns`` of the monotonic clock."""
         self._control.words[WORD_LAST_NS] = at_ns
         self._control.words[WORD_LAST] = pack_key(key)
+
+    def took(self, seconds: float | None) -> None:
+        """What the step took that :meth:`stepped` tells of next, without the calls of the engine (0.0: not known).
+        None: the owner does nothing but wait for the agent."""
+        self._control.words[WORD_TOOK] = 0 if seconds is None else 1 + min(int(seconds * 1e9), 1 << 62)
+
+    def step_time(self) -> tuple[float, float] | None:
+        """(when it ended, how long it took) in seconds of the monotonic clock, of the last step; None while the owner
+        waits for the agent, and before its first step."""
+        took = self._control.words[WORD_TOOK]
+        return (self._control.words[WORD_LAST_NS] / 1e9, (took - 1) / 1e9) if took else None
 
     def last_step(self) -> tuple[tuple[int, int], float] | None:
         """((incarnation, step), seconds since then) of the last :meth:`stepped`; None before the first."""

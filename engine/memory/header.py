@@ -4,8 +4,8 @@
 
     0        fixed part: magic, version, sizes, names; never changes; with its own checksum
     4096     reserved for parity descriptors
-    8192     changing part: which owner record counts, removal mark, heartbeat, last step, what the
-             agent says of protection and W, two owner records
+    8192     changing part: which owner record counts, removal mark, heartbeat, last step and what it
+             took, what the agent says of protection and W, two owner records
     12288    control block of slot 0, 1, ... (see ``slots.py``)
     ...      data of slot 0, 1, ... each a multiple of 4 KiB, 4 KiB-aligned
 
@@ -42,6 +42,7 @@ WORD_PROTECTED = WORD_OWNER + 4
 WORD_COMPLETE = WORD_OWNER + 5
 WORD_LAST = WORD_OWNER + 6
 WORD_LAST_NS = WORD_OWNER + 7
+WORD_TOOK = WORD_OWNER + 8
 OWNER_OFFSETS = (CHANGING_OFFSET + 1024, CHANGING_OFFSET + 2048)
 
 SLOTS_MAX = 64

@@ -13,6 +13,9 @@ from ..errors import BadOption
 OnSlow = Literal["wait", "skip", "supersede"]
 ON_SLOW: tuple[OnSlow, ...] = ("wait", "skip", "supersede")
 
+AUTO = "auto"
+"""The interval between flushes that follows from what one costs."""
+
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|h|d)")
 _HINT = 'Give a number of steps (100), a duration ("90s", "30m", "2h"), or None for never.'
@@ -42,11 +45,20 @@ def parse_every(value: int | str | Every | None, option: str) -> Every | None:
     raise BadOption(f"{option} cannot be used", found=repr(value), hint=_HINT, option=option)
 
 
+def parse_duration(value: str | None, option: str) -> float | None:
+    """The seconds that ``value`` says, None for None. Raises :class:`BadOption`, naming ``option``."""
+    every = parse_every(value, option)
+    if every is None or every.seconds is not None:
+        return every.seconds if every is not None else None
+    raise BadOption(f"{option} must be a duration", found=repr(value), expected='"90s", "30m", "6h"')
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What all ranks do at ``step``. ``flush`` implies ``snapshot``. ``wait``: first wait (bounded) until
     there is room for the flush; ``supersede``: first give up the oldest unfinished flush. ``tiers``: names of the
-    further tiers that the checkpoint is to reach."""
+    further tiers that the checkpoint is to reach. ``trouble`` is what all ranks are told then, "" for nothing;
+    ``fatal``: as an error, else as a warning."""
 
     step: int
     snapshot: bool
@@ -54,6 +66,8 @@ class Decision:
     wait: bool = False
     supersede: bool = False
     tiers: tuple[str, ...] = ()
+    trouble: str = ""
+    fatal: bool = False
 
 
 def merge(decisions: Iterable[Decision]) -> Decision | None:
@@ -62,14 +76,15 @@ def merge(decisions: Iterable[Decision]) -> Decision | None:
     merged: Decision | None = None
     for d in decisions:
         if merged is not None:
-            flush, wait, supersede = merged.flush, merged.wait, merged.supersede
             d = Decision(
                 d.step,
                 merged.snapshot or d.snapshot,
-                flush or d.flush,
-                wait or d.wait,
-                supersede or d.supersede,
+                merged.flush or d.flush,
+                merged.wait or d.wait,
+                merged.supersede or d.supersede,
                 tuple(dict.fromkeys([*merged.tiers, *d.tiers])),
+                d.trouble or merged.trouble,
+                merged.fatal or d.fatal,
             )
         merged = d
     return merged
@@ -80,22 +95,22 @@ class _Timer:
     run keeps the same rhythm; a multiple that was passed over is due at the next step."""
 
     def __init__(self, every: Every | None) -> None:
-        self._every = every
+        self.every = every
         self._last: tuple[int, float] | None = None
 
     def due(self, step: int, now: float) -> bool:
         """Whether ``step`` is due, for steps that go up; the first one is. Being due restarts the
         interval."""
-        if self._every is None:
+        if self.every is None:
             return False
         last_step, last_time = self._last or (None, now)
         if last_step is None:
             is_due = True
-        elif self._every.steps is not None:
-            is_due = step // self._every.steps > last_step // self._every.steps
+        elif self.every.steps is not None:
+            is_due = step // self.every.steps > last_step // self.every.steps
         else:
-            assert self._every.seconds is not None
-            is_due = now - last_time >= self._every.seconds
+            assert self.every.seconds is not None
+            is_due = now - last_time >= self.every.seconds
         self._last = (step, now if is_due else last_time)
         return is_due
 
@@ -115,6 +130,28 @@ class _Share:
         self._count += 1
         assert self._every.steps is not None
         return (self._count - 1) % self._every.steps == 0
+
+
+class Unsaved:
+    """When it is told that what would be lost is too much: once it comes to ``bound``, and again each time that it has
+    doubled since, until there is something newer to go back to."""
+
+    def __init__(self, bound: Every) -> None:
+        self._bound = bound
+        self._next = 1.0
+        self._last = 0.0
+
+    def due(self, steps: int, seconds: float) -> bool:
+        """Whether it is told now that ``steps``, or ``seconds`` of training, would be lost."""
+        bound = self._bound
+        found = steps / bound.steps if bound.steps is not None else seconds / (bound.seconds or 1.0)
+        if found < self._last:
+            self._next = 1.0
+        self._last = found
+        if found < self._next:
+            return False
+        self._next = 2 * found
+        return True
 
 
 class Schedule:
@@ -154,6 +191,10 @@ class Schedule:
             every = parse_every(value, f"every of tier {name}")
             if every is not None:
                 self._tiers[name] = _Share(every)
+
+    def flush_every(self, seconds: float) -> None:
+        """From now on this is the interval between flushes."""
+        self._full.every = Every(seconds=seconds)
 
     def extend(self, through: int, now: float, unfinished: int, unfinished_max: int) -> list[Decision]:
         """Decide all steps up to ``through`` (the current step and ``lookahead``) that are not decided yet.

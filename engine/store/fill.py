@@ -22,6 +22,7 @@ from everstep.format.vote import ImageRecord
 from everstep.memory.errors import ArenaGone, SlotGone
 from everstep.plan.reads import Range, Read, chunk_ranges, clip
 
+from .asking import each
 from .sources import Scattering, Source, bad_chunks, changed_chunk, check_record
 
 PARALLEL = 8
@@ -195,13 +196,15 @@ async def images_of(
     by_image: defaultdict[tuple[int, str], list[Read]] = defaultdict(list)
     for read in reads:
         by_image[read.rank, read.image].append(read)
-    images = []
-    for (rank, image), some in by_image.items():
+
+    async def one(item: tuple[tuple[int, str], list[Read]]) -> Image:
+        (rank, image), some = item
         holders, record = await _holders(sources, rank, image, report)
         some.sort(key=lambda read: read.image_offset)
         head = await _header_bytes(holders, rank, image) if headers else 0
-        images.append(Image(holders, rank, image, record, head, some))
-    return images
+        return Image(holders, rank, image, record, head, some)
+
+    return await each(by_image.items(), one)
 
 
 async def _header_bytes(holders: Sequence[Source], rank: int, image: str) -> int:

@@ -41,7 +41,8 @@ PIECE_BYTES = 8 << 20
 """One write. Two pieces are in use per image: one being hashed, one being written."""
 
 IMAGES_PARALLEL = 2
-"""Images of one rank that are written side by side."""
+IMAGES_PARALLEL_FLAT = 4
+"""Images of one rank that are written side by side; more of them where each is a request and takes its time."""
 
 LAYOUT_REGION = "layout"
 META_REGION = "meta"
@@ -133,12 +134,13 @@ async def flush_rank(
         await store_layout(backend, pinned.info.layout_hash, encoded)
     if layouts is not None:
         layouts.add(pinned.info.layout_hash)
-    with ThreadPoolExecutor(2 * IMAGES_PARALLEL, thread_name_prefix="everstep-hash") as pool:
+    parallel = IMAGES_PARALLEL_FLAT if backend.capabilities.flat else IMAGES_PARALLEL
+    with ThreadPoolExecutor(2 * parallel, thread_name_prefix="everstep-hash") as pool:
         records = tuple(
             await each(
                 images,
                 lambda image: _write_image(backend, job, pinned, image, chunk_bytes, pool, notes),
-                limit=IMAGES_PARALLEL,
+                limit=parallel,
             )
         )
     meta = read_meta(bytes(pinned.view(META_REGION)), f"slot of rank {job.rank}, meta")

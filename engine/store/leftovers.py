@@ -28,6 +28,7 @@ OLDER_THAN_S = 3600.0
 """What was written to later than this is left alone by default; longer than any commit may take."""
 
 YOUNG = "it was written to not long ago"
+LIVING = "its incarnation may be at work"
 
 
 @dataclass(slots=True)
@@ -60,22 +61,8 @@ async def collect_leftovers(
     await open_run(backend)
     records = {record.number for record in await read_incarnations(backend)}
     report = Collected()
-    limit = clock() - older_than_s
-    written = await _written(backend, whatever_the_age=older_than_s <= 0)
-    old: set[Key] = set()
-    for found in await list_steps(backend, empty=True):
-        is_open = [attempt for attempt in found.attempts if attempt not in found.decisions]
-        why = ""
-        if found.incarnation not in records:
-            why = "the record of its incarnation is missing"
-        elif written.get(found.place, -math.inf) > limit:
-            why = YOUNG
-        elif found.incarnation in living and is_open:
-            why = "its incarnation may be at work"
-        else:
-            old.add(found.key)
-        if why:
-            report.kept += [(names.attempt_dir(*found.place, attempt), why) for attempt in is_open]
+    judged = _Judged(living, clock() - older_than_s, whatever_the_age=older_than_s <= 0)
+    await judged.look(backend, records, report)
 
     async def never() -> bool:
         return False
@@ -86,57 +73,97 @@ async def collect_leftovers(
         RetentionPlan((), ()),
         is_superseded=never,
         is_gone=lambda incarnation: incarnation in records and incarnation not in living,
-        among=lambda found: found.key in old,
+        among=lambda found: found.place in judged.old,
     )
     report.attempts, report.removed, report.freed_bytes = done.collected, done.removed, done.freed_bytes
     report.kept += [(names.checkpoint_dir(key[1], key[0]), why) for key, why in done.kept]
-    await _discard(target, report, old, limit, whatever_the_age=older_than_s <= 0)
+    await _discard(target, report, judged)
     return report
 
 
-async def _written(backend: Backend, *, whatever_the_age: bool) -> dict[tuple[int, int], float]:
-    """When something was last written to each checkpoint, by (step, incarnation)."""
-    found: dict[tuple[int, int], float] = {}
+class _Judged:
+    """What may be touched. ``old`` are checkpoints, by (step, incarnation), that may; ``spared`` says why others may
+    not."""
 
-    def see(item: Item) -> None:
+    def __init__(self, living: Collection[int], limit: float, *, whatever_the_age: bool) -> None:
+        self.old: set[tuple[int, int]] = set()
+        self.spared: dict[tuple[int, int], str] = {}
+        self._decided: set[tuple[int, int, int | None]] = set()
+        self._living = living
+        self._limit = limit
+        self._whatever_the_age = whatever_the_age
+
+    async def look(self, backend: Backend, records: Collection[int], report: Collected) -> None:
+        """Look at all checkpoints; open attempts that are left alone go into the report."""
+        written = await self._written(backend)
+        for found in await list_steps(backend, empty=True):
+            self._decided.update((*found.place, number) for number in found.decisions)
+            is_open = [attempt for attempt in found.attempts if attempt not in found.decisions]
+            if found.incarnation not in records:
+                self.spared[found.place] = "the record of its incarnation is missing"
+            elif written.get(found.place, -math.inf) > self._limit:
+                self.spared[found.place] = YOUNG
+            elif found.incarnation in self._living and is_open:
+                self.spared[found.place] = LIVING
+            why = self.spared.get(found.place)
+            if why is None and is_open and not backend.capabilities.atomic_create:
+                why = "this storage cannot give it up: it has no atomic create-if-absent"
+            if why is None:
+                self.old.add(found.place)
+            else:
+                report.kept += [(names.attempt_dir(*found.place, attempt), why) for attempt in is_open]
+
+    async def _written(self, backend: Backend) -> dict[tuple[int, int], float]:
+        """When something was last written to each checkpoint, by (step, incarnation)."""
+        found: dict[tuple[int, int], float] = {}
+
+        def see(item: Item) -> None:
+            place = _place(item.name)
+            if place is not None:
+                found[place[:2]] = max(found.get(place[:2], -math.inf), self._at(item))
+
+        with reading(backend, names.CHECKPOINTS):
+            async for item in backend.list(names.CHECKPOINTS):
+                see(item)
+            for item in await backend.leftovers(names.CHECKPOINTS):
+                see(item)
+        return found
+
+    def why_kept(self, item: Item) -> str:
+        """Why a temporary or an upload stays; "" if it need not."""
         place = _place(item.name)
-        if place is not None:
-            found[place] = max(found.get(place, -math.inf), _at(item, whatever_the_age))
+        if place is not None and place[:2] in self.spared:
+            return self.spared[place[:2]]
+        if place is not None and place[1] in self._living and place not in self._decided:
+            return LIVING  # on object stores unfinished uploads may be all there is of an attempt
+        return YOUNG if self._at(item) > self._limit else ""
 
-    with reading(backend, names.CHECKPOINTS):
-        async for item in backend.list(names.CHECKPOINTS):
-            see(item)
-        for item in await backend.leftovers(names.CHECKPOINTS):
-            see(item)
-    return found
-
-
-def _at(item: Item, whatever_the_age: bool) -> float:
-    """When ``item`` was written; where the store does not say, it is never old, but where age does not matter."""
-    if item.modified is not None:
-        return item.modified
-    return -math.inf if whatever_the_age else math.inf
+    def _at(self, item: Item) -> float:
+        """When ``item`` was written; where the store does not say, it is never old, but where age does not matter."""
+        if item.modified is not None:
+            return item.modified
+        return -math.inf if self._whatever_the_age else math.inf
 
 
-def _place(name: str) -> tuple[int, int] | None:
-    """The checkpoint, as (step, incarnation), in whose directory an object or a temporary lies."""
+def _place(name: str) -> tuple[int, int, int | None] | None:
+    """The checkpoint, as (step, incarnation), and the attempt if there is one, in whose directory ``name`` lies."""
     pieces = name.split("/")
     if len(pieces) < 4 or pieces[0] != names.CHECKPOINTS:
         return None
     step, incarnation = names.parse_step(pieces[1]), names.parse_incarnation(pieces[2])
-    return None if step is None or incarnation is None else (step, incarnation)
+    return (
+        None if step is None or incarnation is None else (step, incarnation, names.parse_attempt(pieces[3]))
+    )
 
 
-async def _discard(
-    backend: Backend, report: Collected, old: set[Key], limit: float, *, whatever_the_age: bool
-) -> None:
-    """Remove temporaries and uploads that are old; of checkpoints only where all of the checkpoint is."""
+async def _discard(backend: Backend, report: Collected, judged: _Judged) -> None:
+    """Remove temporaries and uploads, but for those that there is a reason to keep."""
     with reading(backend, ""):
         items = await backend.leftovers("")
     for item in items:
-        place = _place(item.name)
-        if (place is not None and (place[1], place[0]) not in old) or _at(item, whatever_the_age) > limit:
-            report.kept.append((item.name, YOUNG if place is None else "its checkpoint may be at work"))
+        why = judged.why_kept(item)
+        if why:
+            report.kept.append((item.name, why))
         else:
             report.temporaries.append(item)
     with writing(backend, ""):

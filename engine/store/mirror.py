@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from everstep.backends.api import Backend, Notes
-from everstep.backends.errors import Conflict, NotFound
+from everstep.backends.errors import Conflict, NotFound, Permanent
 from everstep.backends.points import reach
 from everstep.errors import Damaged, NoCheckpoint, NotARun, RunError, SaveAbandoned, SaveFailed
 from everstep.format import names
@@ -119,6 +119,19 @@ async def mirror_rank(
         return 0
     share = _Share(source, target, manifest, rank, run.chunk_bytes, pool, notes, told)
     return await share.copy()
+
+
+async def mend_rank(
+    source: Backend, target: Backend, manifest: Manifest, rank: int, *, run: RunRecord, pool: Executor
+) -> int:
+    """Make ``rank``'s share at ``target`` what it is at ``source``: every byte there is read and proved, and what is
+    damaged or missing is written again; the bytes that were sent. Raises as :func:`mirror_rank`."""
+    stood = await standing(target, manifest)
+    if isinstance(stood, Abort):
+        return 0
+    return await _Share(
+        source, target, manifest, rank, run.chunk_bytes, pool, None, None, mending=True
+    ).copy()
 
 
 async def missing_ranks(target: Backend, manifest: Manifest) -> list[int]:
@@ -233,6 +246,8 @@ class _Share:
     pool: Executor
     notes: Callable[[str], Notes] | None
     told: Told | None
+    mending: bool = False
+    """What is there is not believed."""
 
     async def copy(self) -> int:
         place = self.manifest.step, self.manifest.incarnation, self.manifest.attempt, self.rank
@@ -247,8 +262,12 @@ class _Share:
         name = names.vote(*place)
         reach("mirror.vote.before", name)
         try:
-            await put_new(self.target, name, data)
+            new = await put_new(self.target, name, data)
         except Conflict:
+            if self.mending:
+                with writing(self.target, name, step=self.manifest.step, rank=self.rank):
+                    await self.target.write(name, data)
+                return sent + len(data)
             raise SaveFailed(
                 f"{self.target.url}: another vote of rank {self.rank} is there",
                 found="other bytes",
@@ -260,7 +279,7 @@ class _Share:
                 rank=self.rank,
             ) from None
         reach("mirror.vote.after", name)
-        return sent + len(data)
+        return sent + (len(data) if new else 0)
 
     async def _layout(self, durable: DurableSource, hash_text: str) -> int:
         """Layouts are shared by all checkpoints: one that is there stays, unless it is damaged."""
@@ -288,7 +307,9 @@ class _Share:
         """Copy one image unless it is there. The writer publishes it whole or not at all."""
         name = durable.locate(self.rank, image.name)
         check_record(image, self.chunk_bytes, name)
-        if await _size(self.target, name) == image.nbytes:
+        if await _size(self.target, name) == image.nbytes and (
+            not self.mending or await self._is_good(image, buffers)
+        ):
             return 0
         step = max(PIECE_BYTES // self.chunk_bytes, 1) * self.chunk_bytes
         pending = deque((start, min(start + step, image.nbytes)) for start in range(0, image.nbytes, step))
@@ -320,6 +341,20 @@ class _Share:
                 raise
         reach("mirror.image.done", name)
         return image.nbytes
+
+    async def _is_good(self, image: ImageRecord, buffers: list[mmap.mmap]) -> bool:
+        """Whether every chunk at the target is what the vote says."""
+        durable = DurableSource(self.target, self.manifest, self.chunk_bytes)
+        step = max(PIECE_BYTES // self.chunk_bytes, 1) * self.chunk_bytes
+        buffer = buffers.pop() if buffers else mmap.mmap(-1, step)
+        try:
+            for start in range(0, image.nbytes, step):
+                await self._piece(durable, image, buffer, start, min(start + step, image.nbytes))
+        except Damaged:
+            return False
+        finally:
+            buffers.append(buffer)
+        return True
 
     async def _piece(
         self, durable: DurableSource, image: ImageRecord, buffer: mmap.mmap, start: int, end: int
@@ -391,21 +426,30 @@ async def _copy_record(source: Backend, target: Backend, name: str) -> None:
         ) from None
 
 
-async def put_new(target: Backend, name: str, data: bytes) -> None:
-    """Put a small object where its name is free, or equal bytes are there. Raises Conflict where others are;
-    SaveFailed, StorageFull. Where ``target`` cannot create atomically, whoever is last wins a race."""
-    if target.capabilities.atomic_create:
-        with writing(target, name):
-            await target.create(name, data)
-        return
+async def put_new(target: Backend, name: str, data: bytes) -> bool:
+    """Put a small object unless it is there; whether it was not. Raises Conflict where other bytes have its name,
+    SaveFailed, StorageFull, CannotTell. Where ``target`` cannot create atomically, whoever is last wins a race."""
     try:
         there = await _read(target, name)
     except NotFound:
         with writing(target, name):
-            await target.write(name, data)
-        return
+            await _put(target, name, data)
+        return True
     if there != data:
         raise Conflict(name, "exists already, with other bytes")
+    return False
+
+
+async def _put(target: Backend, name: str, data: bytes) -> None:
+    if target.capabilities.atomic_create:
+        try:
+            await target.create(name, data)
+            return
+        except Permanent:
+            if target.capabilities.atomic_create:
+                raise
+            # The storage found out only now that it cannot.
+    await target.write(name, data)
 
 
 async def _read(backend: Backend, name: str) -> bytes:

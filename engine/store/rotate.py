@@ -375,6 +375,16 @@ async def _drop_empty(backend: Backend, directory: str, some_name: str, report: 
     return True
 
 
+async def _holds(backend: Backend, directory: str) -> bool:
+    """Whether the directory is there: on flat storage, whether an object lies in it."""
+    if not backend.capabilities.flat:
+        return True
+    with reading(backend, directory):
+        async for _ in backend.list(directory):
+            return True
+    return False
+
+
 async def _decision_of(backend: Backend, found: StepNames, attempt: int) -> Decision | None:
     if attempt not in found.decisions:
         return None
@@ -399,7 +409,9 @@ async def _give_up(
 async def _forget(backend: Backend, found: StepNames) -> None:
     """The abort records of a dead writer's checkpoint of which nothing else is left."""
     left = await list_step(backend, *found.place)
-    if left.attempts or not left.decisions:
+    # Some object stores go on naming directories in which nothing is left.
+    attempts = [names.attempt_dir(*found.place, attempt) for attempt in left.attempts]
+    if not left.decisions or any([await _holds(backend, directory) for directory in attempts]):
         return
     for number in left.decisions:
         if not isinstance(await _decision_of(backend, left, number), Abort):

@@ -12,7 +12,7 @@ from typing import Any
 import everstep.agent.guard
 import pytest
 from everstep.agent.guard import SameRun
-from everstep.agent.root import FORMER_MAX, Root
+from everstep.agent.root import FORMER_MAX, Root, take_environment
 from everstep.agent.values import AgentSettings, storage_environment
 from everstep.backends.api import Backend, Capabilities
 from everstep.backends.count import Counting
@@ -54,18 +54,22 @@ def test_other_options_and_another_environment_open_it_anew(
 
     async def main() -> None:
         opened = Opened(tmp_path)
-        root = Root(SETTINGS, opened)
+        root = Root(SETTINGS.root, SETTINGS.options, opened)
         settings = replace(SETTINGS, environment=storage_environment(URL))
-        await root.renew(settings)
-        await root.renew(replace(settings, linger_s=7.0))
-        await root.renew(SETTINGS)
+
+        async def renew(theirs: AgentSettings) -> None:
+            await root.renew(theirs.options, anew=take_environment(theirs))
+
+        await renew(settings)
+        await renew(replace(settings, linger_s=7.0))
+        await renew(SETTINGS)
         assert len(opened.made) == 1, "nothing else came, or nothing was said"
         before = root.inner
 
-        await root.renew(replace(settings, options={"secret": "other"}))
+        await renew(replace(settings, options={"secret": "other"}))
         assert opened.made[-1] == ({"secret": "other"}, "first") and root.inner is not before
         other = {"AWS_PROFILE": "second"}
-        await root.renew(replace(settings, options={"secret": "other"}, environment=other))
+        await renew(replace(settings, options={"secret": "other"}, environment=other))
         assert opened.made[-1] == ({"secret": "other"}, "second")
         assert storage_environment(URL) == other
         assert opened.closed == list(range(len(opened.made) - 1 - FORMER_MAX)), "older ones are closed"

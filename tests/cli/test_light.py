@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cli_kit import everstep
 
-COMMANDS = ["ls", "show", "status", "plan-memory", "fsck", "clean-memory", "demo", "bench"]
+COMMANDS = ["ls", "show", "status", "plan-memory", "fsck", "copy", "gc", "clean-memory", "demo", "bench"]
 HELP_CPU_S_MAX = 0.3
 
 
@@ -23,7 +23,7 @@ def test_help_shows_an_example_and_needs_no_torch(command: str) -> None:
     assert f"everstep {command}" in said.out.split("Example")[1]
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "fsck", "plan-memory"])
+@pytest.mark.parametrize("command", ["ls", "show", "fsck", "gc", "plan-memory"])
 def test_runs_without_torch(made_run: Path, command: str) -> None:
     said = everstep(command, made_run, "--json", blocked=True)
     assert (said.code, said.err) == (0, "")

@@ -6,15 +6,20 @@ run are the requests at which faults can strike; a :class:`Kind` is one sort of 
 
 from __future__ import annotations
 
-import dataclasses
+import asyncio
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from everstep.backends.api import Backend
+import pytest
+from everstep.backends import s3client
 from everstep.backends.conformance import content
 from everstep.backends.errors import BackendError, Conflict, NotFound, Permanent, Retryable, ShortRead
+from everstep.backends.open import open_backend
+from everstep.backends.s3 import PROBE_NAME, RANGE_BYTES, S3Backend
+from everstep.backends.s3writer import PART_BYTES
 
 from . import proxy as network
 from .proxy import Fault, What
@@ -23,15 +28,18 @@ from .wire import Answer, Request
 
 FOREVER = 1 << 30
 
+TRIES = 3
+"""Of each request, by a hasty client."""
+
 SMALL = content(40_000)
 OLD = b"what was there before"
-BIG_BYTES = (12 << 20) + 4321
-"""Three parts of 5 MiB."""
+BIG_BYTES = 2 * PART_BYTES + 4321
+"""Three parts."""
 
 BIG = content(BIG_BYTES, 3)
 PIECE = 1 << 20
-RANGE = ((1 << 20) + 17, 9 << 20)
-"""Offset and bytes of the ranged read."""
+RANGE = ((1 << 20) + 17, RANGE_BYTES + (1 << 20))
+"""Offset and bytes of the ranged read: two requests."""
 
 
 class Truth:
@@ -57,7 +65,8 @@ class Truth:
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self._bucket, Prefix=self._prefix
         )
-        return {item["Key"][len(self._prefix) :] for page in pages for item in page.get("Contents", ())}
+        keys = {item["Key"][len(self._prefix) :] for page in pages for item in page.get("Contents", ())}
+        return keys - {PROBE_NAME}
 
     def start_upload(self, name: str) -> None:
         """Leave an upload with a part behind, as a killed client would."""
@@ -80,7 +89,7 @@ class Story:
     def prepare(self, truth: Truth) -> None:
         """Before each run, on a prefix of its own."""
 
-    async def act(self, backend: Backend) -> object:
+    async def act(self, backend: S3Backend) -> object:
         """Through the network. What it returns counts as told."""
         raise NotImplementedError
 
@@ -102,7 +111,7 @@ class Put(Story):
     def prepare(self, truth: Truth) -> None:
         truth.put("d/small", OLD)
 
-    async def act(self, backend: Backend) -> object:
+    async def act(self, backend: S3Backend) -> object:
         return await backend.write("d/small", SMALL)
 
     def check(self, truth: Truth, told: object, error: BaseException | None) -> None:
@@ -115,7 +124,7 @@ class Create(Story):
 
     name = "create"
 
-    async def act(self, backend: Backend) -> object:
+    async def act(self, backend: S3Backend) -> object:
         return await backend.create("d/made", SMALL)
 
     def check(self, truth: Truth, told: object, error: BaseException | None) -> None:
@@ -131,7 +140,7 @@ class CreateTaken(Story):
     def prepare(self, truth: Truth) -> None:
         truth.put("d/made", OLD)
 
-    async def act(self, backend: Backend) -> object:
+    async def act(self, backend: S3Backend) -> object:
         try:
             await backend.create("d/made", SMALL)
         except Conflict:
@@ -148,7 +157,7 @@ class Upload(Story):
 
     name = "upload"
 
-    async def act(self, backend: Backend) -> object:
+    async def act(self, backend: S3Backend) -> object:
         writer = await backend.open_writer("d/big", BIG_BYTES)
         try:
             for start in range(0, BIG_BYTES, PIECE):
@@ -168,10 +177,13 @@ class Abort(Story):
 
     name = "abort"
 
-    async def act(self, backend: Backend) -> object:
+    async def act(self, backend: S3Backend) -> object:
         writer = await backend.open_writer("d/big", BIG_BYTES)
         try:
-            await writer.write(memoryview(BIG)[: 11 << 20])
+            await writer.write(memoryview(BIG)[: 2 * PART_BYTES + 1])
+            while writer.parts_sent < 2:
+                await asyncio.sleep(0.001)
+                await writer.write(memoryview(b""))  # raises what a part has met
         finally:
             await writer.abort()
         return None
@@ -186,7 +198,7 @@ class Read(Story):
     def prepare(self, truth: Truth) -> None:
         truth.put("d/small", SMALL)
 
-    async def act(self, backend: Backend) -> object:
+    async def act(self, backend: S3Backend) -> object:
         return await backend.read("d/small")
 
     def check(self, truth: Truth, told: object, error: BaseException | None) -> None:
@@ -200,7 +212,7 @@ class ReadInto(Story):
     def prepare(self, truth: Truth) -> None:
         truth.put("d/big", BIG)
 
-    async def act(self, backend: Backend) -> object:
+    async def act(self, backend: S3Backend) -> object:
         offset, nbytes = RANGE
         room = bytearray(nbytes)
         await backend.read_into("d/big", offset, memoryview(room))
@@ -217,7 +229,7 @@ class Size(Story):
     def prepare(self, truth: Truth) -> None:
         truth.put("d/small", SMALL)
 
-    async def act(self, backend: Backend) -> object:
+    async def act(self, backend: S3Backend) -> object:
         return await backend.size("d/small")
 
     def check(self, truth: Truth, told: object, error: BaseException | None) -> None:
@@ -233,7 +245,7 @@ class List(Story):
         for name, nbytes in self.objects.items():
             truth.put(name, bytes(nbytes))
 
-    async def act(self, backend: Backend) -> object:
+    async def act(self, backend: S3Backend) -> object:
         found = {item.name: item.nbytes async for item in backend.list("d")}
         return found, sorted(await backend.list_names("d"))
 
@@ -249,7 +261,7 @@ class Delete(Story):
         for name in (*self.doomed, "d/keep"):
             truth.put(name, SMALL)
 
-    async def act(self, backend: Backend) -> object:
+    async def act(self, backend: S3Backend) -> object:
         return await backend.delete([*self.doomed, "d/absent"])
 
     def check(self, truth: Truth, told: object, error: BaseException | None) -> None:
@@ -268,7 +280,7 @@ class Leftovers(Story):
         truth.start_upload("d/a")
         truth.start_upload("d/b")
 
-    async def act(self, backend: Backend) -> object:
+    async def act(self, backend: S3Backend) -> object:
         await backend.discard_leftovers(await backend.leftovers("d"))
         return None
 
@@ -288,27 +300,36 @@ STORIES: dict[str, Story] = {
 
 @dataclass(frozen=True)
 class Place:
-    """One request of a story: the ``nth`` of its operation and part."""
+    """One request of a story: the ``nth`` of its operation, at its key or listed prefix below the root, and part."""
 
     operation: str
+    where: str
     part: int | None
     nth: int
     nbytes: int
     answer_nbytes: int
 
     def matches(self, request: Request) -> bool:
-        return (request.operation, request.part) == (self.operation, self.part)
+        found = request.key or request.query.get("prefix", "")
+        return (request.operation, request.part) == (self.operation, self.part) and found.endswith(self.where)
+
+    @property
+    def shape(self) -> tuple[str, str]:
+        """Equal for requests of the same sort."""
+        return self.operation, re.sub(r"[0-9a-f]{32}|\d+", "0", self.where)
 
     def __str__(self) -> str:
-        return f"{self.operation}{f' part {self.part}' if self.part else ''} #{self.nth}"
+        return f"{self.operation} {self.where}{f' part {self.part}' if self.part else ''} #{self.nth}"
 
 
-def places_of(requests: list[Request]) -> list[Place]:
-    """The places of a clean run, in order."""
-    met: Counter[tuple[str, int | None]] = Counter()
+def places_of(requests: list[Request], url: str) -> list[Place]:
+    """The places of a clean run at ``url``, in order."""
+    root = url.removeprefix("s3://").partition("/")[2]
+    met: Counter[tuple[str, str, int | None]] = Counter()
     places = []
     for request in requests:
-        which = request.operation, request.part
+        where = (request.key or request.query.get("prefix", "")).removeprefix(root)
+        which = request.operation, where, request.part
         met[which] += 1
         places.append(Place(*which, met[which], request.nbytes, request.answer_nbytes))
     return places
@@ -403,11 +424,33 @@ async def outcome(act: Callable[[], Awaitable[object]]) -> tuple[object, Backend
         return None, error
 
 
-def impatient(options: dict[str, Any], **config: Any) -> dict[str, Any]:
-    """Storage options whose client gives a silent server up after a second."""
-    return {**options, "config_kwargs": {"read_timeout": 1, "connect_timeout": 1, **config}}
+def impatient(server: S3Server) -> dict[str, Any]:
+    """Storage options of a client that gives a silent server up after a second."""
+    return {**server.storage_options, "config_kwargs": {"read_timeout": 1, "connect_timeout": 1}}
 
 
-def through(server: S3Server, endpoint: str) -> S3Server:
-    """The same server, at another address."""
-    return dataclasses.replace(server, endpoint=endpoint)
+class Siblings:
+    """Backends of many roots that share one client, so that its making, which takes longer than most stories, is paid
+    for once, and so that what a fault leaves behind in a client is met by the next story."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+        self._first: S3Backend | None = None
+
+    def at(self, url: str) -> S3Backend:
+        made = open_backend(url, shared=True, options=self._options)
+        assert isinstance(made, S3Backend)
+        self._first = self._first or made
+        made.client = self._first.client
+        return made
+
+    async def close(self) -> None:
+        if self._first is not None:
+            await self._first.close()
+
+
+def hasty(patch: pytest.MonkeyPatch) -> None:
+    """Clients come back at once, and give up earlier, than they do in earnest."""
+    patch.setattr(s3client, "WAIT_S_FIRST", 0.01)
+    patch.setattr(s3client, "WAIT_S_MAX", 0.05)
+    patch.setitem(s3client.S3Client.do.__kwdefaults__, "tries_max", TRIES)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from everstep.backends.api import Backend
 from everstep.backends.conformance import BackendConformance
+from everstep.backends.fsspecfs import FsspecBackend
 from everstep.backends.open import open_backend
 
 from .server import S3Server
@@ -19,6 +20,14 @@ class TestS3(BackendConformance):
 
     def make(self, place: Path) -> Backend:
         return open_backend(self.s3.url("/".join(place.parts[-2:])), options=self.s3.storage_options)
+
+
+class TestThroughFsspec(TestS3):
+    """The adapter around a file system that does things asynchronously."""
+
+    def make(self, place: Path) -> Backend:
+        url = self.s3.url("/".join(("fsspec", *place.parts[-2:])))
+        return FsspecBackend(url, self.s3.storage_options)
 
 
 class TestOddRoot(TestS3):

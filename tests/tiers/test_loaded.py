@@ -13,6 +13,8 @@ from everstep import errors
 
 from tests.facade.kit import Training, forget_memory, opened, same_bits, steps_on_disk, until
 
+from .test_mirrored import tree
+
 
 def trained(root: Path, far: Path, steps: int, **policy: Any) -> dict[int, dict[str, torch.Tensor]]:
     """Every step at the tier, as many at the root as the policy keeps; nothing in memory. The weights of each step."""
@@ -98,3 +100,38 @@ def test_a_tier_that_cannot_be_asked_stops_nobody(root: Path, tmp_path: Path) ->
             assert ckpt.load(training.state) == 2
         assert same_bits(training.weights(), weights[2])
         ckpt._farther.clear()
+
+
+@pytest.mark.parametrize("fault", ["damaged", "missing", "vote", "layout", "all"])
+def test_a_load_that_is_asked_to_mends_the_root(root: Path, tmp_path: Path, fault: str) -> None:
+    far = tmp_path / "far"
+    weights = trained(root, far, 2)
+    whole = tree(root)
+    image = images(root, 2)[0]
+    if fault == "damaged":
+        data = bytearray(image.read_bytes())
+        data[-1] ^= 1
+        image.write_bytes(data)
+    elif fault == "missing":
+        image.unlink()
+    elif fault == "vote":
+        next(image.parent.glob("*.vote")).write_bytes(b"damaged")
+    elif fault == "layout":
+        for layout in (root / "layouts").iterdir():
+            layout.write_bytes(b"damaged")
+    else:
+        shutil.rmtree(root)
+    training = Training(seed=4)
+    with opened(root, tiers=[everstep.Tier(far)]) as ckpt:
+        assert ckpt.load(training.state, mend=True) == 2
+        assert same_bits(training.weights(), weights[2])
+    after = tree(root)
+    assert {name: data for name, data in whole.items() if "000000002" in name} == {
+        name: data for name, data in after.items() if "000000002" in name
+    }
+    shutil.rmtree(far)
+    again = Training(seed=8)
+    with opened(root) as ckpt:
+        assert ckpt.load(again.state) == 2
+        assert ckpt.recovery is not None and not ckpt.recovery.fallbacks
+    assert same_bits(again.weights(), weights[2])

@@ -3,14 +3,17 @@ and truth about what is durable."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import everstep
 import pytest
+from click.testing import CliRunner
 from everstep import errors
 from everstep.backends.errors import Permanent
 from everstep.backends.faults import Fault
+from everstep.cli.main import main
 
 from tests.facade.kit import Storage, Training, opened, same_bits, steps_on_disk, until
 
@@ -48,6 +51,9 @@ def test_the_very_same_bytes_are_there(root: Path, tmp_path: Path, agent: str) -
     weights = training.weights()
     assert tree(tmp_path / "far") == tree(root)
     assert [one["newest"] for one in ckpt.status()["tiers"]] == [2]
+    if agent == "process":
+        told = json.loads(CliRunner().invoke(main, ["status", str(root), "--json"]).output)
+        assert [(one["name"], one["newest"], one["owed"]) for one in told["farther"]] == [("far", 2, [])]
     ckpt.close()
     again = Training(seed=5)
     with opened(tmp_path / "far") as other:

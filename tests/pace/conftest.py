@@ -1,0 +1,5 @@
+"""Small runs through the public face, as those of ``tests/facade``."""
+
+from tests.facade.conftest import forked, node, root, storage
+
+__all__ = ["forked", "node", "root", "storage"]
