@@ -104,7 +104,7 @@ class Mirrors:
                 self._leaving.add(task)
                 task.add_done_callback(self._leaving.discard)
                 if name in named and named[name].url == line.tier.url:
-                    self._open(named[name]).owe(rest)
+                    self._open(named[name], after=task).owe(rest)
         for name in named:
             if name not in self._lines:
                 self._open(named[name])
@@ -133,8 +133,8 @@ class Mirrors:
     def status(self) -> list[dict[str, Any]]:
         return [line.status() for line in self._lines.values()]
 
-    def _open(self, tier: TierSettings) -> Line:
-        line = Line(self._owner, self._root, tier, self._run, self._fence, self._pool)
+    def _open(self, tier: TierSettings, after: asyncio.Task[None] | None = None) -> Line:
+        line = Line(self._owner, self._root, tier, self._run, self._fence, self._pool, after)
         self._lines[tier.name] = line
         return line
 
@@ -150,8 +150,11 @@ class Line:
         run: RunRecord,
         fence: Fence,
         pool: ThreadPoolExecutor,
+        after: asyncio.Task[None] | None = None,
     ) -> None:
+        """``after``: the end of a former line to the same place, which takes back what it had begun."""
         self.tier = tier
+        self._after = after
         self._owner = owner
         self._root = root
         self._run = run
@@ -200,7 +203,7 @@ class Line:
         return [*rest, *self._waiting]
 
     async def close(self) -> None:
-        self._task.cancel()
+        """After :meth:`leave`: what was cancelled takes back what it had begun, and is not disturbed in that."""
         for task in self._dropping:
             task.cancel()
         await asyncio.gather(self._task, *self._dropping, return_exceptions=True)
@@ -221,6 +224,8 @@ class Line:
     # -- one checkpoint after the other
 
     async def _work(self) -> None:
+        if self._after is not None:
+            await asyncio.wait({self._after})
         while True:
             while not self._waiting:
                 self._wake.clear()

@@ -45,9 +45,6 @@ WAIT_S = 90.0
 IMAGE_BYTES = 4 * PART_BYTES + (3 << 20)
 """Of one rank's tensor: five parts."""
 
-STEPS = 2
-"""Of one life of the trainers."""
-
 ARRIVALS_MAX = 18
 """A kill at the n-th request is at most so late: each life makes more requests than that."""
 
@@ -78,6 +75,10 @@ class Round:
     """Whether the last kill takes the trainers with it; others go on in their place."""
     rate: float | None
     name: str
+    steps: int = 2
+    """Of one life of the trainers."""
+    saved_before: int = 0
+    """Steps that the root has before held parts end in a kill."""
 
     @classmethod
     def of(cls, rng: random.Random, **given: Any) -> Round:
@@ -239,17 +240,19 @@ class Stage:
         )
         say("loaded", start)
         handles = []
-        for step in range(start + 1, start + 1 + STEPS):
+        for step in range(start + 1, start + 1 + self.plan.steps):
             state["w"].copy_(weights(self.seed, rank, step))
             ckpt.step(step, state)
             handles.append(ckpt.save(step, state))
             handles[-1].wait(timeout_s=WAIT_S)
+            if number and self.plan.where == "tier":  # with what was owed before, more would wait than may
+                handles[-1].wait("far", timeout_s=WAIT_S)
             say("saved", step)
         for handle in handles if self.plan.where == "tier" else ():
             handle.wait("far", timeout_s=WAIT_S)
         say("arrived")
         ckpt.close()
-        say("closed", start + STEPS)
+        say("closed", start + self.plan.steps)
 
     def _opened(self) -> everstep.Checkpointer:
         made = policy(
@@ -276,6 +279,9 @@ class Stage:
         if self.plan.trainers_too:
             self.killer.also = [rank.pid for rank in ranks]
         self.killer.armed = True
+        for step in range(1, self.plan.saved_before + 1):
+            for rank in ranks:
+                assert rank.line() == f"saved {step}"
         until(self.killer.look, "the kills", WAIT_S)
         if self.plan.trainers_too:
             for rank in ranks:

@@ -13,6 +13,7 @@ from typing import Any
 import everstep
 import pytest
 import torch
+from everstep.agent.mirrors import WAITING_MAX
 from everstep.store.findings import Severity
 
 from . import rounds_kit as rounds
@@ -103,6 +104,26 @@ def test_an_agent_that_is_killed_is_followed_by_one_that_goes_on(
 
 
 @pytest.mark.long
+def test_what_was_owed_before_is_not_dropped_for_a_restart(
+    s3_server: S3Server, proxy: S3Proxy, tmp_path: Path
+) -> None:
+    """One checkpoint under way and as many waiting as may wait, when the agent is killed."""
+    steps = 1 + WAITING_MAX
+    play(
+        s3_server,
+        proxy,
+        tmp_path,
+        rounds.seed_of(0),
+        where="tier",
+        world=1,
+        kills=(Kill(1, held=True),),
+        trainers_too=False,
+        steps=steps,
+        saved_before=steps,
+    )
+
+
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", range(ROUNDS))
 def test_agents_killed_at_any_request(
@@ -111,6 +132,7 @@ def test_agents_killed_at_any_request(
     play(s3_server, proxy, tmp_path, rounds.seed_of(number))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["tier", "root"])
 def test_an_agent_that_is_stopped_is_replaced(
     s3_server: S3Server, proxy: S3Proxy, tmp_path: Path, where: str
