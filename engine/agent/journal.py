@@ -29,8 +29,13 @@ _KEY = struct.Struct(">QQI")
 _GUARD = b"guard"
 
 QUEUED = "queued"
+STAGED = "staged"
 VOTED = "voted"
-"""Stages of a job: the slot is needed until the vote is there, and not any more then."""
+"""Stages of a job: the slot is needed until its share lies in the node's own tier, if there is one, or its vote is at
+the root."""
+
+ROOT = ""
+"""The root, where tiers are named."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,11 @@ class JobEntry:
     @property
     def key(self) -> bytes:
         return _KEY.pack(self.incarnation, self.step, self.rank)
+
+    @property
+    def upload(self) -> MirrorEntry:
+        """For notes on its upload from the node's tier to the root."""
+        return MirrorEntry(ROOT, self.run_id, self.incarnation, self.step, self.attempt, (self.rank,))
 
 
 @dataclass(frozen=True)
@@ -228,6 +238,7 @@ class LmdbJournal:
                 value = txn.get(entry.key)
                 if value is not None and _decode(value)["attempt"] <= entry.attempt:
                     txn.delete(entry.key)
+                    self._drop_notes(txn, entry.upload)
             for mirror in owed:
                 txn.put(mirror.key, _encode(mirror), db=self._mirrors)
 
@@ -240,10 +251,13 @@ class LmdbJournal:
         """It is there, or will not be; so are its uploads."""
         with self._env.begin(write=True, db=self._mirrors) as txn:
             txn.delete(entry.key)
-            cursor = txn.cursor(db=self._uploads)
-            found = cursor.set_range(entry.key)
-            while found and cursor.key().startswith(entry.key):
-                found = cursor.delete()
+            self._drop_notes(txn, entry)
+
+    def _drop_notes(self, txn: Any, entry: MirrorEntry) -> None:
+        cursor = txn.cursor(db=self._uploads)
+        found = cursor.set_range(entry.key)
+        while found and cursor.key().startswith(entry.key):
+            found = cursor.delete()
 
     def upload(self, entry: MirrorEntry, name: str) -> bytes | None:
         """What :meth:`put_upload` said last."""
