@@ -33,7 +33,12 @@ class Place:
     tiers: tuple[TierSettings, ...] = ()
     """Further places for its checkpoints."""
     shares: tuple[Tier, ...] = ()
-    """The same, as the user gave them."""
+    """Those that all nodes share, as the user gave them."""
+
+    @property
+    def near(self) -> TierSettings | None:
+        """The node's own tier."""
+        return next((tier for tier in self.tiers if tier.node), None)
 
     def agent_dir(self, run_id: str) -> Path:
         """Private directory of the run's agent on this node: lock, socket, journal, log."""
@@ -76,6 +81,11 @@ def with_tiers(place: Place, tiers: Sequence[Tier]) -> Place:
                 )
         if any(tier.name == one.name for one in found):
             raise BadOption("two tiers have one name", found=tier.name, hint="Tier(..., name=)")
+        node = tier.scope == "node"
+        if node and any(one.node for one in found):
+            raise BadOption("a node has one tier of its own", found=[one.name for one in found] + [tier.name])
         keep = Retention(keep_last=tier.keep_last, keep_every=tier.keep_every)
-        found.append(TierSettings(tier.name, url, keep, tier.rate, options=dict(tier.storage_options)))
-    return replace(place, tiers=tuple(found), shares=tuple(tiers))
+        options = dict(tier.storage_options)
+        found.append(TierSettings(tier.name, url, keep, tier.rate, node=node, options=options))
+    shares = tuple([tier for tier in tiers if tier.scope == "shared"])
+    return replace(place, tiers=tuple(found), shares=shares)

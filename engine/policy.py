@@ -17,6 +17,9 @@ SHARED_MEMORY = Path("/dev/shm")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
+NODE_TIER = "nvme"
+"""What a node's own tier is called, unless it has a name."""
+
 SLOTS_MIN = 3
 SLOTS_MAX = 64
 REPLICA_RATE_MIN = 64 << 10
@@ -225,6 +228,10 @@ class Tier:
     go there: each n-th, the first included, or one in each interval ("1h"); an explicit ``save`` and the last snapshot
     at ``close`` always do. ``keep_last`` and ``keep_every`` are this tier's own retention. ``rate`` limits what a node
     sends to it, in bytes per second.
+
+    ``scope="node"`` is a directory of each node's own (NVMe) between memory and a root that is slow, at most one, named
+    "nvme": every flush is written there first, which frees its slot, and uploaded to the root from there, also after
+    the agent died or the node was rebooted. Its retention removes nothing newer than the newest checkpoint at the root.
     """
 
     url: str | os.PathLike[str]
@@ -234,18 +241,27 @@ class Tier:
     keep_every: int | None = None
     rate: float | None = None
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    scope: Literal["shared", "node"] = "shared"
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, (str, os.PathLike)) or not os.fspath(self.url):
             raise BadOption("Tier(url=) must be a path or a URL", found=repr(self.url))
+        if self.scope not in ("shared", "node"):
+            raise BadOption("Tier(scope=) is unknown", found=repr(self.scope), expected="'shared' or 'node'")
         scheme = _SCHEME.match(os.fspath(self.url))
-        name = self.name or (scheme.group(1) if scheme else "file")
+        name = self.name or (NODE_TIER if self.scope == "node" else scheme.group(1) if scheme else "file")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise BadOption(
                 "Tier(name=) cannot be used", found=repr(name), expected="up to 64 letters, digits, _ and -"
             )
         object.__setattr__(self, "name", name)
         parse_every(self.every, "Tier(every=)")
+        if self.scope == "node" and (self.every != 1 or (scheme and scheme.group(1).lower() != "file")):
+            raise BadOption(
+                'Tier(scope="node") is a local directory that every flush passes through',
+                found=f"{os.fspath(self.url)}, every={self.every!r}",
+                expected="a path, and no every=",
+            )
         if self.every is None:
             raise BadOption(
                 "Tier(every=) cannot be used", found=None, expected="a number of flushes, or a time"

@@ -303,13 +303,12 @@ class Pipeline:
 
     async def _upload(self, flush: Flush, job: Job) -> None:
         """One staged share, from the node's tier to the root."""
-        assert job.staging is not None
         staging, entry = job.staging, job.entry
+        assert staging is not None
+        reach("agent.upload", str(flush.step))
         if not await self._is_open(flush):
             return
-        reach("agent.upload", str(flush.step))
         vote = await patiently(lambda: staging.upload(self.backend, entry))
-        reach("agent.uploaded", str(flush.step))
         await self._voted(flush, job, vote)
 
     async def _voted(self, flush: Flush, job: Job, vote: Vote) -> None:
@@ -485,16 +484,13 @@ class Pipeline:
             return
         flush.ending = error, reason, rank
         flush.changed.set()
-        for task in self._working_on(flush):
+        for task in [task for task, other in self._at_work.items() if other is flush]:
             task.cancel()
         self.uploads.look()
         self._in_background(self._abort(flush, error, reason, rank))
 
-    def _working_on(self, flush: Flush) -> list[asyncio.Task[None]]:
-        return [task for task, other in self._at_work.items() if other is flush]
-
     async def _abort(self, flush: Flush, error: EverstepError, reason: str, rank: int | None) -> None:
-        while tasks := self._working_on(flush):
+        while tasks := [task for task, other in self._at_work.items() if other is flush]:
             await asyncio.wait(tasks)
             await asyncio.sleep(0)
         decision: Decision | None = None
