@@ -14,7 +14,7 @@ from everstep.backends.faults import Fault
 
 from tests.facade.kit import Training, forget_memory, opened, same_bits, steps_on_disk, until
 
-from .kit import DENIED, Places, denied, near, staged, voted
+from .kit import DENIED, Places, denied, near, staged
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_root_that_fails_holds_up_no_step_and_loses_nothing(
     ckpt = opened(
         root,
         tiers=[near(nvme, keep_last=100)],
-        policy={"full_every": 1, "on_slow": "wait", "failures_max": None},
+        policy={"full_every": 1, "on_slow": "wait", "failures_max": None, "keep_last": 100},
     )
     ckpt.load(training.state)
     training.step()
@@ -71,22 +71,24 @@ def test_a_root_that_fails_holds_up_no_step_and_loses_nothing(
     places.fail(root, denied("open_writer"), denied("create", ".vote"))
     handles = []
     with pytest.warns(RuntimeWarning, match="denied.*tried again"):
-        for step in range(2, 9):
+        for step in range(2, 10):
             training.step()
             handle = ckpt.step(step, training.state)
             assert handle is not None
             handle.wait("nvme")
             handles.append(handle)
-        until(lambda: ckpt.step(len(handles) + 2, training.state) is None or True, "news")
-    assert steps_on_disk(root) == [1] and set(range(2, 9)) <= set(staged(nvme)) | set(range(2, 7))
-    assert not handles[-1].done() and handles[-1].error is None
+        until(lambda: ckpt.status()["tiers"][0]["upload_failures"] > 3, "some tries")
+        ckpt._session.hear()  # type: ignore[union-attr]
+    assert steps_on_disk(root) == [1] and {8, 9} <= set(staged(nvme))
     places.heal(root)
-    handles[-1].wait()
-    dropped = [handle.step for handle in handles if handle.error is not None]
-    assert dropped and max(dropped) < 7
-    assert all(isinstance(handle.error, errors.SaveAbandoned) for handle in handles if handle.error)
+    for handle in handles[-2:]:
+        handle.wait()
+    dropped = {handle.step: handle.error for handle in handles if handle.error is not None}
+    assert len(dropped) >= 4
+    assert all(isinstance(error, errors.SaveAbandoned) for error in dropped.values())
     ckpt.close()
-    assert {7, 8} <= set(steps_on_disk(root)) and not set(dropped) & set(steps_on_disk(root))
+    there = set(steps_on_disk(root))
+    assert {8, 9} <= there and not there & dropped.keys()
 
 
 def test_a_node_tier_that_is_full_is_told_and_passed_by(root: Path, tmp_path: Path, places: Places) -> None:
@@ -99,7 +101,7 @@ def test_a_node_tier_that_is_full_is_told_and_passed_by(root: Path, tmp_path: Pa
     training.step()
     handle = ckpt.save(1, training.state)
     handle.wait()
-    with pytest.raises(errors.StorageFull, match="no room"):
+    with pytest.raises(errors.SaveFailed, match="no room"):
         handle.wait("nvme")
     assert steps_on_disk(root) == [1]
     assert not [path for path in nvme.glob("checkpoints/**/*") if path.is_file()]
@@ -175,9 +177,9 @@ def test_what_changes_on_the_node_is_not_committed(root: Path, tmp_path: Path, p
 
 def test_options_are_compared(root: Path, tmp_path: Path) -> None:
     for given, match in (
-        (dict(url=tmp_path, scope="rack"), "scope"),
-        (dict(url="s3://bucket/x", scope="node"), "local directory"),
-        (dict(url=tmp_path, scope="node", every=2), "every"),
+        ({"url": tmp_path, "scope": "rack"}, "scope"),
+        ({"url": "s3://bucket/x", "scope": "node"}, "local directory"),
+        ({"url": tmp_path, "scope": "node", "every": 2}, "every"),
     ):
         with pytest.raises(errors.BadOption, match=match):
             everstep.Tier(**given)  # type: ignore[arg-type]
@@ -229,8 +231,7 @@ def test_an_agent_that_is_killed_is_followed_by_one_that_uploads(
     assert job.line() != job.line(), "the agent was not killed"
     assert job.line() == "closed", job.end()
     assert job.end()[0] == 0
-    assert {1, 5} <= set(steps_on_disk(root)) | {1} and 5 in steps_on_disk(root)
-    assert voted(root, 5)
+    assert 5 in steps_on_disk(root)
 
 
 def test_a_run_goes_on_without_the_node_tier(root: Path, tmp_path: Path) -> None:
