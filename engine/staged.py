@@ -104,7 +104,7 @@ def _choose(
         if key[0] in worlds and lineage.counts(*key) and step in (None, one.step):
             attempts.setdefault(key, {}).setdefault(one.attempt, set()).update(one.ranks)
     for key in sorted(attempts, reverse=True):
-        if any(other >= key for other in whole):
+        if key in whole or (step is None and any(other > key for other in whole)):
             return None
         attempt, world = max(attempts[key]), worlds[key[0]]
         try:

@@ -54,7 +54,7 @@ ATTEMPTS_MAX = 1000
 
 class Pipeline:
     """``staging`` is the node's own tier, where it has one. It, commit time-outs and the backend may be changed at
-    any time."""
+    any time. ``_at_work`` is what is written and uploaded just now."""
 
     def __init__(
         self, owner: Owner, run: RunRecord, backend: Backend, *, queue_max: int, commit_timeout_s: float
@@ -69,7 +69,6 @@ class Pipeline:
         self._queue: deque[tuple[Flush, Job]] = deque()
         self._wake = asyncio.Event()
         self._at_work: dict[asyncio.Task[None], Flush] = {}
-        """What is written and uploaded just now."""
         self._closing: set[asyncio.Task[None]] = set()
         self._newest: tuple[int, int] = (0, 0)
         """(incarnation, step) of the newest checkpoint that was committed."""
@@ -455,8 +454,10 @@ class Pipeline:
     # -- the end
 
     def _failing(self, flush: Flush, job: Job | None, error: BaseException, failures: int) -> None:
-        """The root fails, and is tried again. Told at the first failure, and then each time that there were twice as
-        many."""
+        """The root fails, and is tried again: told each time that there were twice as many failures. Rotation may make
+        the room that is needed."""
+        if isinstance(error, StorageFull):
+            self._owner.rotate(flush.incarnation)
         if failures & (failures - 1) == 0 and isinstance(error, Exception):
             rank = None if job is None else job.entry.rank
             words = in_our_words(error, step=flush.step, rank=rank, tier=self.backend.url)
@@ -465,8 +466,7 @@ class Pipeline:
 
     def _supersede(self, flush: Flush) -> None:
         """Its upload makes way for newer ones."""
-        reason = "newer steps came before it was uploaded from the node's tier"
-        self._end(flush, *given_up(flush.step, reason, self.backend.url))
+        self._end(flush, *given_up(flush.step, "newer steps came before its upload", self.backend.url))
 
     def _fail(self, flush: Flush, error: BaseException, rank: int | None) -> None:
         if not isinstance(error, (BackendError, EverstepError, OSError)):
@@ -516,7 +516,7 @@ class Pipeline:
     async def _sweep(self, flush: Flush) -> None:
         """Remove what an aborted attempt of ours has written: after a full disk the room is needed."""
         directory = names.attempt_dir(flush.step, flush.incarnation, flush.attempt)
-        for staging in {job.staging for job in flush.jobs.values() if job.staging is not None}:
+        for staging in filter(None, {self.staging, *(job.staging for job in flush.jobs.values())}):
             await staging.sweep(flush.step, flush.incarnation, flush.attempt)
         try:
             items = [item.name async for item in self.backend.list(directory)]

@@ -134,10 +134,11 @@ def load(cluster: Cluster, names: Sequence[str], step: int) -> list[set[str]]:
     return [set(lines[2].split()) for lines in said]
 
 
-@pytest.mark.parametrize("failing", [(0, 1), (1,)])
+@pytest.mark.parametrize(("nodes", "failing"), [("ab", (0, 1)), ("ab", (1,)), ("aa", (0, 1))])
 def test_what_lies_whole_on_the_nodes_is_finished_and_loaded(
-    cluster: Cluster, names: list[str], failing: tuple[int, ...]
+    cluster: Cluster, node: str, nodes: str, failing: tuple[int, ...]
 ) -> None:
+    names = [f"{node}-{letter}" for letter in nodes]
     save_and_die(cluster, names, failing, [2, 3])
     with opened(cluster.root) as reader:  # without the tiers nothing is finished
         assert reader.load(state_with(contents(0, 0)), allow={"ranks", "unexpected"}, step=1) == 1

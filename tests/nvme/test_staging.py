@@ -14,7 +14,7 @@ from everstep.backends.faults import Fault
 
 from tests.facade.kit import Training, forget_memory, opened, same_bits, steps_on_disk, until
 
-from .kit import DENIED, Places, denied, near, staged
+from .kit import DENIED, Places, denied, near, staged, voted
 
 
 @pytest.fixture
@@ -89,6 +89,22 @@ def test_a_root_that_fails_holds_up_no_step_and_loses_nothing(
     ckpt.close()
     there = set(steps_on_disk(root))
     assert {8, 9} <= there and not there & dropped.keys()
+
+
+def test_a_commit_that_the_root_refuses_is_tried_again(root: Path, tmp_path: Path, places: Places) -> None:
+    training = Training()
+    ckpt = opened(root, tiers=[near(tmp_path / "nvme")])
+    ckpt.load(training.state)
+    places.fail(root, denied("create", "manifest"))
+    handle = ckpt.save(1, training.state)
+    until(lambda: voted(root, 1), "the vote")
+    with pytest.warns(RuntimeWarning, match="denied.*tried again"):
+        until(lambda: ckpt._session.outcomes._findings or ckpt._session._hear_quietly(), "news")  # type: ignore[union-attr]
+        ckpt._session.hear()  # type: ignore[union-attr]
+    assert handle.error is None and not handle.done()
+    places.heal(root)
+    handle.wait()
+    ckpt.close()
 
 
 def test_a_node_tier_that_is_full_is_told_and_passed_by(root: Path, tmp_path: Path, places: Places) -> None:
@@ -215,7 +231,7 @@ say("closed")
     "point",
     [
         "agent.staged",
-        "agent.upload",
+        pytest.param("agent.upload", marks=pytest.mark.long),
         pytest.param("vote.after", marks=pytest.mark.long),
         pytest.param("mirror.image.piece", marks=pytest.mark.long),
         pytest.param("mirror.vote.before", marks=pytest.mark.long),
