@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 
 from .agent.client import Progress
+from .agent.values import TierSettings
 from .errors import EverstepError, SaveAbandoned, SaveFailed, Superseded, from_wire
 from .policy import Policy
 
@@ -33,11 +34,11 @@ FINISHED = ("committed", "failed", "abandoned", "superseded")
 class Outcomes:
     """Flushes by step: on their way, durable, or failed and why. Used from the trainer's thread only."""
 
-    def __init__(self, policy: Policy, incarnation: int, near: str | None = None) -> None:
-        """``near``: url of the node's own tier, through which all go."""
+    def __init__(self, policy: Policy, incarnation: int, near: TierSettings | None = None) -> None:
+        """``near``: the node's own tier, through which all go."""
         self._policy = policy
         self._incarnation = incarnation
-        self._near = near
+        self._near = near.url if near is not None else None
         self._flushes: OrderedDict[int, Progress | None] = OrderedDict()
         self._attempts: dict[int, int] = {}
         self._in_a_row = 0

@@ -85,12 +85,11 @@ class Session:
         adopted = adopted_of(record)
         tier.open(run_id=run.run_id, incarnation=record.number, adopted=adopted, world=ranks.world)
         self._client = self._connect(place, policy, run, agent, adopted)
-        near = place.near
-        self.outcomes = Outcomes(policy, record.number, None if near is None else near.url)
+        self.outcomes = Outcomes(policy, record.number, place.near)
         self._unfinished_max = max(1, slots - 2)
         start = adopted[1] if adopted else -1
         self._urls = {tier.name: tier.url for tier in place.tiers}
-        self._shared = [tier.name for tier in place.tiers if not tier.node]
+        self._shared = [tier.name for tier in place.shares]
         shares, room = place.shares, self._unfinished_max
         self._decisions = Decisions(
             ranks, policy, start=start, unfinished_max=room, incarnation=record.number, tiers=shares
@@ -104,8 +103,7 @@ class Session:
             holders=holders,
             device=device,
         )
-        copies = max([len(some) for some in holders], default=0)
-        self._auditor = Auditor(ranks.rank, ranks.world, policy, copies)
+        self._auditor = Auditor(ranks.rank, ranks.world, policy, max(map(len, holders), default=0))
         self._pending: Taken | None = None
         self._pending_tiers: list[str] = []
         self._pins: dict[int, Pinned] = {}
