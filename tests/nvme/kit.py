@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,24 +62,4 @@ def voted(root: Path, step: int) -> list[str]:
     return sorted(vote.name for vote in (root / "checkpoints" / f"{step:09d}").glob("*/*/*.vote"))
 
 
-@contextmanager
-def held_open(reached: str) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """Agents of this process stop at a point: (one came there, let them go)."""
-    from everstep.backends import points
-
-    came, go = threading.Event(), threading.Event()
-
-    def hook(name: str, detail: str) -> None:
-        if name == reached:
-            came.set()
-            go.wait(60)
-
-    points.hook = hook
-    try:
-        yield came, go
-    finally:
-        go.set()
-        points.hook = None
-
-
-__all__ = ["DENIED", "Places", "denied", "held_open", "near", "opened", "staged", "voted"]
+__all__ = ["DENIED", "Places", "denied", "near", "opened", "staged", "voted"]

@@ -91,6 +91,23 @@ def test_a_root_that_fails_holds_up_no_step_and_loses_nothing(
     assert {8, 9} <= there and not there & dropped.keys()
 
 
+def test_node_writes_do_not_wait_for_uploads(root: Path, tmp_path: Path) -> None:
+    """The rate of the root does not bound what goes to the node; the one that is being uploaded is not given up."""
+    training = Training()
+    ckpt = opened(root, tiers=[near(tmp_path / "nvme")], policy={"rate_bytes_per_s": 3000.0})
+    ckpt.load(training.state)
+    handles = []
+    for step in range(1, 6):
+        training.step()
+        handles.append(ckpt.save(step, training.state))
+        handles[-1].wait("nvme")
+    assert not any(handle.done() for handle in handles)
+    until(lambda: handles[1].error and handles[2].error, "the end of those that waited longest")
+    assert [handle.step for handle in handles if handle.error is None] == [1, 4, 5]
+    assert ckpt.status()["tiers"][0]["owed"] == [1, 4, 5]
+    ckpt.close(flush=False)
+
+
 def test_a_commit_that_the_root_refuses_is_tried_again(root: Path, tmp_path: Path, places: Places) -> None:
     training = Training()
     ckpt = opened(root, tiers=[near(tmp_path / "nvme")])
