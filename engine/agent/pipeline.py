@@ -213,21 +213,20 @@ class Pipeline:
         return self._flush_for(entry.incarnation, entry.step, entry.attempt, entry.world)
 
     async def _find_share(self, flush: Flush, job: Job) -> None:
-        """Where the job's bytes are: staged already, perhaps by a former agent, or in the slot, which is pinned."""
-        if job.entry.stage == VOTED:
-            return
-        vote = await self.staging.find(job.entry) if self.staging is not None else None
-        if vote is not None:
-            job.staging = self.staging
-            job.entry = replace(job.entry, stage=STAGED, root=vote.root)
-        elif job.entry.stage == STAGED:
-            raise AgentError(
-                f"step {flush.step} of rank {job.entry.rank} is not in the node's tier any more",
-                found="no such tier" if self.staging is None else f"nothing at {self.staging.url}",
-                expected="what a former agent put there",
-            )
-        else:
+        """Where the job's bytes are: staged already, as whoever journaled or wrote it knows, or in the slot, which is
+        pinned."""
+        if job.entry.stage == QUEUED and self.staging is not None:
+            vote = await self.staging.find(job.entry)
+            if vote is not None:
+                job.entry = replace(job.entry, stage=STAGED, root=vote.root)
+        if job.entry.stage == QUEUED:
             await self._pin(flush, job)
+        elif job.entry.stage == STAGED:
+            job.staging = self.staging
+            if job.staging is None:
+                raise AgentError(
+                    f"step {flush.step} was staged, and this node has no tier of its own any more"
+                )
 
     async def _pin(self, flush: Flush, job: Job) -> None:
         """Pin the job's slot, in a thread: a stopped trainer may hold the arena's lock for some seconds."""

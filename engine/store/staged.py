@@ -149,6 +149,8 @@ async def discard(near: Backend, directory: str, rank: int | None = None) -> Non
     with writing(near, directory):
         await near.delete(votes)
         await near.delete([name for name in mine if name not in votes])
+        if rank is None:
+            await near.discard_leftovers(await near.leftovers(directory))
 
 
 async def retain(

@@ -39,9 +39,15 @@ def test_nothing_newer_than_the_root_and_nothing_in_use(
                 await near.write(name, b"x")
         return Lineage(await read_incarnations(root))
 
+    async def crash() -> None:
+        writer = await near.open_writer(names.image(1, 1, 2, 0, "model"), 4)
+        await writer.write(memoryview(b"half"))
+        assert await near.leftovers(names.checkpoint_dir(1, 1))
+
     run_blocking(create_run(root, chunk_bytes=CHUNK))
     open_incarnation(root, 1, None)
     lineage = run_blocking(look())
+    run_blocking(crash())
     removed = run_blocking(retain(near, keep, lineage, (1, newest), {(1, step) for step in in_use}))
     assert staged(tmp_path / "nvme") == left
     assert sorted([*left, *(step for _, step in removed)]) == [1, 2, 3, 4, 5, 6]
