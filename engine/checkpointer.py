@@ -63,11 +63,10 @@ class Checkpointer:
     ``root`` is a directory that all ranks share, or ``s3://bucket/prefix``. ``storage_options`` are those of its
     storage, as fsspec knows them; they may be secret, and are kept in memory alone. ``memory`` is the tier of
     snapshots in shared memory, ``policy`` says when what is written and kept, ``tiers`` are further places that
-    checkpoints are copied to, ``config`` (hyper-parameters) is hashed and compared at load.
-    ``agent="inline"`` runs the background work on a thread of each rank instead of a process per node.
-    ``fresh="why"`` starts again in a run that has checkpoints; ``take_over=True`` supersedes a living writer.
-    ``mesh`` names the axes of the ranks and their sizes (default: ``{"data": world}``). ``node`` overrides the
-    node's name.
+    checkpoints are copied to, ``config`` (hyper-parameters) is hashed and compared at load. ``agent="inline"`` runs
+    the background work on a thread of each rank instead of a process per node.
+    ``fresh="why"`` starts again in a run that has checkpoints; ``take_over=True`` supersedes a living writer. ``mesh``
+    names the axes of the ranks and their sizes (default: ``{"data": world}``). ``node`` overrides the node's name.
 
     Rank and world are read at the first load, step or save: from torch.distributed if it is initialised, else from
     the launcher's environment, else one process. All ranks make the same calls in the same order.
@@ -102,7 +101,7 @@ class Checkpointer:
         _check_kind("memory", memory, Memory)
         self._place = with_tiers(locate(root, node=node, options=storage_options), tiers)
         self._backend: Backend = self._place.open_root()
-        self._farther = self._place.open_tiers()
+        self._farther, self._near = self._place.open_tiers(), self._place.open_near()
         self._memory = memory
         self._room = (
             Room(memory.directory, memory.slots, required=memory.path is not None)
@@ -200,6 +199,7 @@ class Checkpointer:
                 writes=True,
                 node=node_of(self._place.node, tier.directory),
                 farther=self._farther,
+                near=next(iter(self._near), None),
             ).load(
                 into_state(state, self._allow), step=step, config=self._config, config_reason=config_reason
             )
@@ -318,7 +318,7 @@ class Checkpointer:
         keep = keep or (self._adopted is not None and self._adopted.in_memory_alone)
         opened.remove(self._place.url, self)
         with contextlib.ExitStack() as stack:
-            for backend in (self._backend, *self._farther):
+            for backend in (self._backend, *self._near, *self._farther):
                 stack.callback(_close_backend, backend)
             if self._session is None and self._tier is not None:
                 stack.callback(self._tier.close, remove=False)

@@ -30,9 +30,11 @@ from .nodes import Nodes
 from .phases import PhaseFailed, Phases
 from .ranks import Ranks
 from .reading import Filled, Reading
+from .staged import finish_staged
 from .store.blocking import run_blocking
 from .store.catalog import list_step, read_decision
 from .store.sources import DurableSource, Source
+from .store.staged import near_source
 
 log = logging.getLogger("everstep")
 
@@ -47,8 +49,8 @@ class Recovery:
 
     ``sources`` are the bytes that this rank read of images (whole chunks, so a little more than ``nbytes``), by where
     they lay: "own" (arenas of this node's ranks), "held" (what this node holds for others), "peer" (another node's
-    memory), "rebuilt" (from parity), "disk". ``fallbacks`` are what the nearest holder did not give rightly, and who
-    gave it instead."""
+    memory), "rebuilt" (from parity), "node" (this node's own tier), "disk". ``fallbacks`` are what the nearest holder
+    did not give rightly, and who gave it instead."""
 
     step: int
     incarnation: int
@@ -66,7 +68,9 @@ class Loader:
     """One load by all ranks together. ``arenas`` are those that this node has of the run (they stay the caller's);
     ``node`` is the same for all ranks that see these, and no others'.
     ``writes`` allows to commit an attempt whose votes are all in but whose manifest is missing. ``farther`` are tiers
-    behind ``backend``, the root: they have what the root does not (any more), down to the run itself."""
+    behind ``backend``, the root: they have what the root does not (any more), down to the run itself. ``near`` is this
+    node's own tier: what is there of a checkpoint is not read from farther away, and what was to be uploaded from the
+    nodes' tiers when they all died is, first, where the load writes."""
 
     def __init__(
         self,
@@ -78,8 +82,10 @@ class Loader:
         writes: bool = False,
         node: str = "",
         farther: Sequence[Backend] = (),
+        near: Backend | None = None,
     ) -> None:
         self._backend = backend
+        self._near = near
         self._places = (backend, *farther)
         self._base = 0
         self._ranks = ranks
@@ -194,6 +200,18 @@ class Loader:
     def _proposals(self, run: RunRecord, step: int | None) -> Proposals | None:
         """On rank 0 what may be loaded, given what all ranks' nodes hold in memory; elsewhere None."""
         in_memory = self._nodes.look(run.run_id)
+        if self._near is not None and self._writes and self._base == 0:
+            worlds_in_memory = {key: len(ranks) for key, ranks in in_memory.items()}
+            finish_staged(
+                self._backend,
+                self._near,
+                self._ranks,
+                run,
+                worlds_in_memory,
+                step=step,
+                node=self._node,
+                timeout_s=self._timeout_s,
+            )
         made: list[Proposals] = []
         self._ranks.from_first(
             "listing the checkpoints",
@@ -291,7 +309,21 @@ class Loader:
                 problem = problem or error
         if problem is not None and not sources:
             raise problem
+        durable = next((source for source in sources if isinstance(source, DurableSource)), None)
+        near = self._open_near(run, durable.manifest) if durable is not None else None
+        if durable is not None and near is not None:
+            sources.insert(sources.index(durable), near)
         return sources
+
+    def _open_near(self, run: RunRecord, manifest: Manifest) -> Source | None:
+        """What this node's own tier has. It may have nothing, and nothing depends on it."""
+        if self._near is None:
+            return None
+        try:
+            return run_blocking(near_source(self._near, manifest, run))
+        except EverstepError as error:
+            log.warning("everstep: step %d is read from farther away: %s", manifest.step, error)
+            return None
 
 
 def open_durable(backend: Backend, run: RunRecord, key: Key) -> DurableSource:

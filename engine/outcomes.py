@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 
 from .agent.client import Progress
+from .agent.values import TierSettings
 from .errors import EverstepError, SaveAbandoned, SaveFailed, Superseded, from_wire
 from .plan.schedule import Unsaved, parse_every
 from .policy import Policy
@@ -25,8 +26,8 @@ FINDINGS_MAX = 64
 PROTECTION = ("peer_failed", "unprotected", "protected", "replicas_differ")
 """What agents say of protection against the loss of nodes."""
 
-TIERS = ("mirrored", "mirror_failing", "mirror_dropped")
-"""What agents say of a further tier."""
+TIERS = ("mirrored", "mirror_failing", "mirror_dropped", "staged", "unstaged")
+"""What agents say of a further tier; the last two of the node's own."""
 
 FINISHED = ("committed", "failed", "abandoned", "superseded")
 
@@ -34,10 +35,13 @@ FINISHED = ("committed", "failed", "abandoned", "superseded")
 class Outcomes:
     """Flushes by step: on their way, durable, or failed and why. Used from the trainer's thread only."""
 
-    def __init__(self, policy: Policy, incarnation: int, start: int | None = None) -> None:
-        """``start``: the step that the incarnation began from."""
+    def __init__(
+        self, policy: Policy, incarnation: int, start: int | None = None, near: TierSettings | None = None
+    ) -> None:
+        """``start``: the step that the incarnation began from; ``near``: the node's own tier, through which all go."""
         self._policy = policy
         self._incarnation = incarnation
+        self._near = near.url if near is not None else None
         self._flushes: OrderedDict[int, Progress | None] = OrderedDict()
         self._attempts: dict[int, int] = {}
         self._asked: dict[int, float] = {}
@@ -62,7 +66,7 @@ class Outcomes:
         """A flush of ``step`` was asked for; verdicts on attempts before ``attempt`` say nothing of it. ``tiers``: urls
         of those that it is owed to then."""
         self._flushes[step] = None
-        self._tiers[step] = dict.fromkeys(tiers)
+        self._tiers[step] = dict.fromkeys([*tiers, *([self._near] if self._near is not None else [])])
         self._attempts[step] = attempt
         self._asked[step] = time.monotonic()
         self._flushes.move_to_end(step)
@@ -72,6 +76,14 @@ class Outcomes:
 
     def unfinished(self) -> list[int]:
         return [step for step, last in self._flushes.items() if last is None]
+
+    def holding(self) -> list[int]:
+        """Those unfinished ones that still need their slots."""
+        return [step for step in self.unfinished() if not self._is_staged(step)]
+
+    def _is_staged(self, step: int) -> bool:
+        progress = self._tiers[step].get(self._near) if self._near is not None else None
+        return progress is not None and progress.stage == "staged"
 
     def asked(self, step: int) -> bool:
         """Whether a flush of ``step`` is on its way or durable (not: failed)."""
@@ -117,6 +129,9 @@ class Outcomes:
         if progress.stage in TIERS:
             self._note_tier(progress)
             return
+        if progress.stage == "upload_failing":
+            self._find_trouble(progress, "it is tried again, from the node's tier")
+            return
         if progress.stage == "superseded":
             found = _as_error(progress, Superseded)
             self.superseded = found if isinstance(found, Superseded) else None
@@ -151,16 +166,21 @@ class Outcomes:
             self._findings[text] = None
 
     def _note_tier(self, progress: Progress) -> None:
-        """A checkpoint that never gets to a tier counts as a failure; trouble on the way is told."""
+        """A checkpoint that never gets to a tier counts as a failure; trouble on the way is told. One that the node's
+        own tier does not take is no failure: it goes straight to the root."""
         owed = self._tiers.get(progress.step)
         if progress.stage == "mirror_failing":
-            error = _as_error(progress, EverstepError)
-            if len(self._findings) < FINDINGS_MAX:
-                self._findings[f"{progress.tier}: {error}; it is tried again"] = None
+            self._find_trouble(progress, "it is tried again")
             return
-        if owed is None or owed.get(progress.tier, progress) is not None:
+        if owed is None or progress.rank >= 0 or owed.get(progress.tier, progress) is not None:
             return
         owed[progress.tier] = progress
+        if progress.stage == "staged":
+            log.info("everstep: step %d is durable on this node (%.2f s)", progress.step, progress.seconds)
+            return
+        if progress.stage == "unstaged":
+            self._find_trouble(progress, "the step goes straight to the root")
+            return
         if progress.stage == "mirrored":
             self._dropped_in_a_row[progress.tier] = 0
             log.info("everstep: step %d is durable at %s", progress.step, progress.tier)
@@ -169,6 +189,10 @@ class Outcomes:
         self._dropped_in_a_row[progress.tier] = self._dropped_in_a_row.get(progress.tier, 0) + 1
         log.warning("everstep: %s", error)
         self._untold.append(error)
+
+    def _find_trouble(self, progress: Progress, what_now: str) -> None:
+        if len(self._findings) < FINDINGS_MAX:
+            self._findings[f"{progress.tier}: {_as_error(progress, EverstepError)}; {what_now}"] = None
 
     def _find(self, progress: Progress) -> None:
         """What the ranks' hashes say; the same is told once."""
@@ -180,13 +204,14 @@ class Outcomes:
 
     def outcome(self, step: int, tier: str | None = None) -> tuple[bool, EverstepError | None]:
         """(finished, error) of a flush; at the further tier with that url, if one is given. A flush that failed is
-        owed to none."""
+        owed to none. One that is at the root has passed the node's own tier, whatever was heard of that."""
         progress = self._flushes.get(step)
         if tier is not None and (progress is None or progress.stage == "committed"):
-            progress = self._tiers.get(step, {}).get(tier)
+            at = self._tiers.get(step, {}).get(tier)
+            progress = at if at is not None or tier != self._near else progress
         if progress is None:
             return False, None
-        if progress.stage in ("committed", "mirrored"):
+        if progress.stage in ("committed", "mirrored", "staged"):
             return True, None
         if progress.stage == "mirror_dropped":
             return True, _as_error(progress, SaveAbandoned)
@@ -247,6 +272,15 @@ class Outcomes:
         """The caller hears of this step's failure by another way (its handle)."""
         self._untold = [error for error in self._untold if error.fields.get("step") != step]
 
+    def wait_for_room(self, step: int, timeout_s: float, look: Callable[[float], None]) -> None:
+        """Until the flush of ``step`` needs its slot no more."""
+        until = time.monotonic() + timeout_s
+        while step in self.holding():
+            left = until - time.monotonic()
+            if left <= 0:
+                raise _late(step, timeout_s, "")
+            look(left)
+
     def wait(
         self, step: int, timeout_s: float, look: Callable[[float], None], tier: str | None = None
     ) -> None:
@@ -257,13 +291,17 @@ class Outcomes:
         while not self.outcome(step, tier)[0]:
             left = until - time.monotonic()
             if left <= 0:
-                raise SaveFailed(
-                    f"step {step} did not become durable{where} in time",
-                    found=f"still on its way after {timeout_s:g} s",
-                    hint="It may still arrive; look at the agent's log, or wait again.",
-                    step=step,
-                )
+                raise _late(step, timeout_s, where)
             look(left)
+
+
+def _late(step: int, timeout_s: float, where: str) -> SaveFailed:
+    return SaveFailed(
+        f"step {step} did not become durable{where} in time",
+        found=f"still on its way after {timeout_s:g} s",
+        hint="It may still arrive; look at the agent's log, or wait again.",
+        step=step,
+    )
 
 
 def _as_error(progress: Progress, kind: type[EverstepError]) -> EverstepError:

@@ -16,7 +16,7 @@ from .backends.open import SUPPORTED, is_local, local_path, locate_store, open_b
 from .errors import BadOption
 from .format.hashing import hexdigest
 from .plan.retention import Retention
-from .policy import Tier
+from .policy import TIER_RATE, Tier
 
 RUNTIME_BASE = Path("/var/tmp")
 """Node-local directory for the agent's journal and socket: it survives a reboot, as the journal must."""
@@ -36,7 +36,12 @@ class Place:
     tiers: tuple[TierSettings, ...] = ()
     """Further places for its checkpoints."""
     shares: tuple[Tier, ...] = ()
-    """The same, as the user gave them."""
+    """Those that all nodes share, as the user gave them."""
+
+    @property
+    def near(self) -> TierSettings | None:
+        """The node's own tier."""
+        return next((tier for tier in self.tiers if tier.node), None)
 
     def agent_dir(self, run_id: str) -> Path:
         """Private directory of the run's agent on this node: lock, socket, journal, log."""
@@ -50,8 +55,13 @@ class Place:
             raise BadOption(f"{self.url} cannot be opened", found=error.cause, expected=SUPPORTED) from None
 
     def open_tiers(self) -> list[Backend]:
-        """The further tiers, nearest first."""
-        return [open_backend(tier.url, shared=True, options=tier.options) for tier in self.tiers]
+        """The further tiers that all nodes share, nearest first."""
+        shared = [tier for tier in self.tiers if not tier.node]
+        return [open_backend(tier.url, shared=True, options=tier.options) for tier in shared]
+
+    def open_near(self) -> list[Backend]:
+        """The node's own tier, if there is one."""
+        return [open_backend(tier.url) for tier in self.tiers if tier.node]
 
     def open_root(self) -> Backend:
         """As :meth:`open`, to write there. Raises BadOption where the storage cannot hold a run by itself."""
@@ -106,9 +116,16 @@ def with_tiers(place: Place, tiers: Sequence[Tier]) -> Place:
                 )
         if any(tier.name == one.name for one in found):
             raise BadOption("two tiers have one name", found=tier.name, hint="Tier(..., name=)")
+        node = tier.scope == "node"
+        if node and any(one.node for one in found):
+            raise BadOption("a node has one tier of its own", found=[one.name for one in found] + [tier.name])
         keep = Retention(keep_last=tier.keep_last, keep_every=tier.keep_every)
-        found.append(TierSettings(tier.name, url, keep, tier.rate, options=dict(found_at.options)))
-    return replace(place, tiers=tuple(found), shares=tuple(tiers))
+        options = dict(found_at.options)
+        # What frees slots has no limit unless one is asked for.
+        rate = None if node and tier.rate == TIER_RATE else tier.rate
+        found.append(TierSettings(tier.name, url, keep, rate, node=node, options=options))
+    shares = tuple([tier for tier in tiers if tier.scope == "shared"])
+    return replace(place, tiers=tuple(found), shares=shares)
 
 
 def _checked(options: object) -> dict[str, Any]:

@@ -18,6 +18,12 @@ SHARED_MEMORY = Path("/dev/shm")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
+NODE_TIER = "nvme"
+"""What a node's own tier is called, unless it has a name."""
+
+TIER_RATE = "50%"
+"""Of the way to a further tier that all nodes share, unless something else is said."""
+
 SLOTS_MIN = 3
 SLOTS_MAX = 64
 REPLICA_RATE_MIN = 64 << 10
@@ -254,6 +260,10 @@ class Tier:
     at ``close`` always do. ``keep_last`` and ``keep_every`` are this tier's own retention. ``rate`` limits what a node
     sends to it: bytes per second, a share of what the way there is measured to do, "adaptive" (as fast as training does
     not become slower), or None.
+
+    ``scope="node"`` is a directory of each node's own (NVMe) between memory and a root that is slow, at most one, named
+    "nvme": every flush is written there first, which frees its slot, and uploaded to the root from there, also after
+    the agent died or the node was rebooted. Its retention removes nothing newer than the newest checkpoint at the root.
     """
 
     url: str | os.PathLike[str]
@@ -261,20 +271,29 @@ class Tier:
     every: int | str = 1
     keep_last: int = 3
     keep_every: int | None = None
-    rate: float | str | None = "50%"
+    rate: float | str | None = TIER_RATE
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    scope: Literal["shared", "node"] = "shared"
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, (str, os.PathLike)) or not os.fspath(self.url):
             raise BadOption("Tier(url=) must be a path or a URL", found=repr(self.url))
+        if self.scope not in ("shared", "node"):
+            raise BadOption("Tier(scope=) is unknown", found=repr(self.scope), expected="'shared' or 'node'")
         scheme = _SCHEME.match(os.fspath(self.url))
-        name = self.name or (scheme.group(1) if scheme else "file")
+        name = self.name or (NODE_TIER if self.scope == "node" else scheme.group(1) if scheme else "file")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise BadOption(
                 "Tier(name=) cannot be used", found=repr(name), expected="up to 64 letters, digits, _ and -"
             )
         object.__setattr__(self, "name", name)
         parse_every(self.every, "Tier(every=)")
+        if self.scope == "node" and (self.every != 1 or (scheme and scheme.group(1).lower() != "file")):
+            raise BadOption(
+                'Tier(scope="node") is a local directory that every flush passes through',
+                found=f"{os.fspath(self.url)}, every={self.every!r}",
+                expected="a path, and no every=",
+            )
         if self.every is None:
             raise BadOption(
                 "Tier(every=) cannot be used", found=None, expected="a number of flushes, or a time"

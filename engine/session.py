@@ -87,8 +87,9 @@ class Session:
         self._client = self._connect(place, policy, run, agent, adopted)
         self._unfinished_max = max(1, slots - 2)
         start = adopted[1] if adopted else -1
-        self.outcomes = Outcomes(policy, record.number, adopted[1] if adopted else None)
+        self.outcomes = Outcomes(policy, record.number, adopted[1] if adopted else None, place.near)
         self._urls = {tier.name: tier.url for tier in place.tiers}
+        self._shared = [tier.name for tier in place.shares]
         shares, room = place.shares, self._unfinished_max
         self._decisions = Decisions(
             ranks, policy, start=start, unfinished_max=room, incarnation=record.number, tiers=shares
@@ -102,8 +103,7 @@ class Session:
             holders=holders,
             device=device,
         )
-        copies = max([len(some) for some in holders], default=0)
-        self._auditor = Auditor(ranks.rank, ranks.world, policy, copies)
+        self._auditor = Auditor(ranks.rank, ranks.world, policy, max(map(len, holders), default=0))
         self._pending: Taken | None = None
         self._pending_tiers: list[str] = []
         self._pins: dict[int, Pinned] = {}
@@ -153,7 +153,7 @@ class Session:
         self.hear(alone=self._ranks.world == 1)
         self._check_order(step, again=False)
         decision = self._decisions.of(
-            step, lambda: len(self.outcomes.unfinished()), trouble=self.outcomes.trouble
+            step, lambda: len(self.outcomes.holding()), trouble=self.outcomes.trouble
         )
         if decision.trouble:
             self._decisions.told(step)
@@ -177,7 +177,7 @@ class Session:
         self._last_step = step
         self._heartbeat.stepped(step)
         self._settle()  # the agent is to begin now, whether or not another call follows soon
-        return self._flush(step, self._urls)
+        return self._flush(step, self._shared)
 
     def _is_refused(self, step: int) -> bool:
         """Whether the snapshot of ``step`` was refused for its bytes; it is gone then, to be taken anew."""
@@ -278,7 +278,7 @@ class Session:
         self._settle()
         newest = self._snapshots.newest
         if newest is not None:
-            self._flush(newest.step, self._urls)
+            self._flush(newest.step, self._shared)
         for step in self.outcomes.unfinished():
             self.outcomes.wait(step, until - time.monotonic(), self._look)
         if newest is not None:
@@ -351,11 +351,11 @@ class Session:
     def _make_way(self, step: int, *, give_up: bool) -> None:
         """Before a flush for which there is no room: wait until there is, or give up the oldest unfinished one."""
         self._settle()
-        unfinished = self.outcomes.unfinished()
-        if give_up and unfinished:
-            self._client.give_up(unfinished[0], f"superseded by the flush of step {step}")
-        while not give_up and len(unfinished := self.outcomes.unfinished()) >= self._unfinished_max:
-            self.outcomes.wait(unfinished[0], self._policy.close_timeout_s, self._look)
+        holding = self.outcomes.holding()
+        if give_up and holding:
+            self._client.give_up(holding[0], f"superseded by the flush of step {step}")
+        while not give_up and len(holding := self.outcomes.holding()) >= self._unfinished_max:
+            self.outcomes.wait_for_room(holding[0], self._policy.close_timeout_s, self._look)
 
     def _settle(self) -> None:
         """End a late copy. Raises StateMismatch if it is void."""
@@ -504,7 +504,7 @@ class Session:
             self._auditor.note(progress)
         if progress.stage == "failed":
             self._snapshots.replan()
-        written = progress.stage == "voted" and progress.rank == self._ranks.rank
+        written = progress.stage in ("staged", "voted") and progress.rank == self._ranks.rank
         if progress.incarnation == self._record.number and (written or progress.stage in FINISHED):
             pin = self._pins.pop(progress.step, None)
             if pin is not None:

@@ -21,7 +21,7 @@ from everstep.memory.process import Process
 from everstep.store.beacons import read_beacons
 
 if TYPE_CHECKING:
-    from .pipeline import Flush
+    from .flushes import Flush
     from .service import Service
 
 log = logging.getLogger("everstep.agent")
@@ -75,6 +75,12 @@ class Elsewhere:
         now = self._looked
         ended = [rank for rank in far if self._has_ended(rank, now)]
         return (ended, ENDED) if ended else ([rank for rank in far if self._is_silent(rank, now)], SILENT)
+
+    def at_work(self, missing: Sequence[int]) -> bool:
+        """Whether each of ``missing`` is of a node that said, when it was looked at last, that flushes are under way
+        there."""
+        busy = {rank for node in self._nodes.values() if node.beacon.queue for rank in node.named}
+        return busy.issuperset(missing)
 
     async def _look(self, incarnation: int) -> None:
         found: dict[str, Beacon] = {}

@@ -29,8 +29,10 @@ _KEY = struct.Struct(">QQI")
 _GUARD = b"guard"
 
 QUEUED = "queued"
+STAGED = "staged"
 VOTED = "voted"
-"""Stages of a job: the slot is needed until the vote is there, and not any more then."""
+"""Stages of a job: the slot is needed until its share lies in the node's own tier, if there is one, or its vote is at
+the root."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@ step.
 
 A *flush* is one attempt at one step; each local rank adds a *job* to it. Jobs are written one at a time, in
 the order of their acceptance (the disk is one); commits of several flushes may wait for votes side by side.
-A flush ends with one verdict for all ranks. Everything here runs on the agent's loop.
+With a tier of the node's own (:mod:`.staging`) they are written there, and uploaded from there by a queue of their
+own (:mod:`.uploads`). A flush ends with one verdict for all ranks. Everything here runs on the agent's loop.
 """
 
 from __future__ import annotations
@@ -13,27 +14,28 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
 
-from everstep.backends.api import Backend, Notes
+from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError
 from everstep.backends.points import reach
 from everstep.errors import AgentError, EverstepError, SaveFailed, StorageFull
 from everstep.format import names
-from everstep.format.hashing import rank_root
 from everstep.format.manifest import Abort, Decision, Manifest
 from everstep.format.records import RunRecord
-from everstep.memory.errors import SlotGone
+from everstep.format.vote import Vote
 from everstep.memory.slots import Pinned
 from everstep.store.catalog import Standing, look_at, read_decision_at
 from everstep.store.commit import abort_attempt, next_attempt, try_commit
 from everstep.store.flush import FlushJob, flush_rank
-from everstep.store.votes import GATHER_WORLD_MIN, gather_votes
 
-from .journal import VOTED, JobEntry
+from .flushes import Flush, Job, KnownLayouts, Owner, checked, gather, unpin
+from .journal import QUEUED, STAGED, VOTED, JobEntry
+from .staging import Staging
 from .storage import Fence, in_our_words, patiently
+from .uploads import Uploads, is_the_roots, pause_after
 from .values import Progress
 from .verdict import GIVEN_UP, error_of, findings, given_up, ranks_missing, stage_of, superseded
 
@@ -45,9 +47,6 @@ POLL_FLAT_MAX_S = 3.0
 """Where each look is a request that costs money."""
 POLL_PAUSES = 4.0
 """A pause is at least so many times as long as the look before it."""
-LAYOUTS_S = 600.0
-LAYOUTS_MAX = 4096
-"""For how long, and how many, layouts that were found right are not looked at again."""
 LOOK_AFTER_S = 2.0
 """Without a new vote, after which the other nodes' beacons are looked at: most votes come sooner."""
 FLUSHES_MAX = 1024
@@ -56,81 +55,15 @@ ATTEMPTS_MAX = 1000
 """A step that was tried so often is refused: something is wrong that trying does not mend."""
 
 
-@dataclass
-class Job:
-    """One rank's part. ``pinned`` is None once its vote is there (the bytes are durable); ``pin`` made it,
-    and keeps the arena open."""
-
-    entry: JobEntry
-    pin: Callable[[], Pinned]
-    pinned: Pinned | None = None
-    accepted: float = field(default_factory=time.monotonic)
-
-
-@dataclass
-class Flush:
-    """One attempt at one step by the ranks of this node. ``ending`` is why it is to end early, once known."""
-
-    incarnation: int
-    step: int
-    attempt: int
-    world: int
-    jobs: dict[int, Job] = field(default_factory=dict)
-    opened: bool = False
-    ending: tuple[EverstepError, str, int | None] | None = None
-    settled: bool = False
-    gathered: bool = False
-    """Whether the node's votes were gathered, or are not to be."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    voter: asyncio.Task[None] | None = None
-    over: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the flush is forgotten: its verdict is decided, journaled, and about to be told."""
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.incarnation, self.step
-
-    def unwritten(self) -> list[int]:
-        return [rank for rank, job in self.jobs.items() if job.entry.stage != VOTED]
-
-
-class Owner(Protocol):
-    """What the pipeline needs of the service around it."""
-
-    def report(self, progress: Progress) -> None: ...
-
-    def rotate(self, incarnation: int) -> None: ...
-
-    async def remember(self, entry: JobEntry) -> None: ...
-
-    async def forget(self, entries: list[JobEntry], manifest: Manifest | None = None) -> None:
-        """They are over; with ``manifest`` as a checkpoint, which is owed to their further tiers from now on."""
-        ...
-
-    def notes(self, entry: JobEntry, name: str) -> Notes: ...
-
-    def local_ranks(self, incarnation: int) -> set[int]:
-        """The ranks of that incarnation that registered on this node."""
-        ...
-
-    async def stand_in(self, flush: Flush, missing: list[int]) -> list[int]:
-        """Add the jobs of dead trainers whose arenas hold the step. Those of ``missing`` that can never
-        vote: their trainers are dead, without that snapshot."""
-        ...
-
-    async def lost_elsewhere(self, flush: Flush, missing: list[int]) -> tuple[list[int], str]:
-        """Those of ``missing`` on other nodes that can never vote, and why."""
-        ...
-
-
 class Pipeline:
-    """``tier`` is the url that progress speaks of. Commit time-outs and the backend may be changed at any
-    time."""
+    """``staging`` is the node's own tier, where it has one. It, commit time-outs and the backend may be changed at
+    any time. ``_at_work`` is what is written and uploaded just now."""
 
     def __init__(
         self, owner: Owner, run: RunRecord, backend: Backend, *, queue_max: int, commit_timeout_s: float
     ) -> None:
         self.backend = backend
+        self.staging: Staging | None = None
         self.commit_timeout_s = commit_timeout_s
         self._owner = owner
         self._run = run
@@ -138,10 +71,17 @@ class Pipeline:
         self._flushes: dict[tuple[int, int], Flush] = {}
         self._queue: deque[tuple[Flush, Job]] = deque()
         self._wake = asyncio.Event()
-        self._writing: tuple[Flush, asyncio.Task[None]] | None = None
+        self._at_work: dict[asyncio.Task[None], Flush] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._layouts: set[str] = set()
-        self._layouts_since = 0.0
+        self._layouts = KnownLayouts()
+        self._newest: tuple[int, int] = (0, 0)
+        """(incarnation, step) of the newest checkpoint that was committed."""
+        self.uploads = Uploads(
+            lambda flush, job: self._apart(flush, self._upload(flush, job)),
+            failing=self._failing,
+            failed=self._fail,
+            drop=self._supersede,
+        )
         self.fence = Fence(backend)
 
     @property
@@ -170,8 +110,7 @@ class Pipeline:
         job = flush.jobs[entry.rank] = Job(entry, pin)  # the flush's end lets go of its pin and its entry
         try:
             self._check_room(entry)
-            if entry.stage != VOTED:
-                await self._pin(flush, job)
+            await self._find_share(flush, job)
             if flush.ending is None:
                 await self._owner.remember(job.entry)
         except Exception as error:
@@ -180,13 +119,15 @@ class Pipeline:
         reach("agent.accepted", str(entry.step))
         if flush.ending is not None or flush.settled:
             return
-        if entry.stage != VOTED:
+        if job.entry.stage == QUEUED:
             self._queue.append((flush, job))
             self._wake.set()
         if flush.voter is None:
             flush.voter = asyncio.ensure_future(self._conclude(flush))
         flush.changed.set()
         self._say(flush, "queued", rank=entry.rank)
+        if job.entry.stage == STAGED:
+            self._staged(flush, job)
 
     async def _add_tiers(self, job: Job, tiers: Sequence[str]) -> None:
         more = tuple([tier for tier in tiers if tier not in job.entry.tiers])
@@ -210,27 +151,35 @@ class Pipeline:
                 self._end(flush, *superseded(*flush.key, self.fence.newest))
 
     async def run(self) -> None:
-        """Write jobs until cancelled."""
+        """Write and upload until cancelled."""
+        await asyncio.gather(self._write_all(), self.uploads.run())
+
+    async def _write_all(self) -> None:
         while True:
             while not self._queue:
                 self._wake.clear()
                 await self._wake.wait()
             flush, job = self._queue.popleft()
-            if flush.ending is not None or flush.settled:
+            if flush.ended:
                 continue
-            task = asyncio.ensure_future(self._write(flush, job))
-            self._writing = flush, task
-            try:
-                await asyncio.wait({task})
-            except asyncio.CancelledError:
-                # The storage is closed next: what was begun is taken back before, one piece's write at most.
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-                raise
-            finally:
-                self._writing = None
-            if not task.cancelled() and (error := task.exception()) is not None:
+            error = await self._apart(flush, self._write(flush, job))
+            if error is not None:
                 self._fail(flush, error, job.entry.rank)
+
+    async def _apart(self, flush: Flush, work: Coroutine[Any, Any, None]) -> BaseException | None:
+        """Do a part of the flush in a task of its own, which the flush's end cancels; what went wrong."""
+        task = asyncio.ensure_future(work)
+        self._at_work[task] = flush
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            # The storage is closed next: what was begun is taken back before, one piece's write at most.
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            raise
+        finally:
+            del self._at_work[task]
+        return None if task.cancelled() else task.exception()
 
     async def close(self) -> None:
         """Stop waiting for votes; jobs stay in the journal for the next agent. Pins are let go."""
@@ -239,7 +188,7 @@ class Pipeline:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for flush in self._flushes.values():
-            _unpin(flush)
+            unpin(flush)
 
     # -- one flush
 
@@ -267,12 +216,28 @@ class Pipeline:
                 return None
         return self._flush_for(entry.incarnation, entry.step, entry.attempt, entry.world)
 
+    async def _find_share(self, flush: Flush, job: Job) -> None:
+        """Where the job's bytes are: staged already, as whoever journaled or wrote it knows, or in the slot, which is
+        pinned."""
+        if job.entry.stage == QUEUED and self.staging is not None:
+            vote = await self.staging.find(job.entry)
+            if vote is not None:
+                job.entry = replace(job.entry, stage=STAGED, root=vote.root)
+        if job.entry.stage == QUEUED:
+            await self._pin(flush, job)
+        elif job.entry.stage == STAGED:
+            job.staging = self.staging
+            if job.staging is None:
+                raise AgentError(
+                    f"step {flush.step} was staged, and this node has no tier of its own any more"
+                )
+
     async def _pin(self, flush: Flush, job: Job) -> None:
         """Pin the job's slot, in a thread: a stopped trainer may hold the arena's lock for some seconds."""
         pinned: Pinned | None = await asyncio.to_thread(job.pin)
         assert pinned is not None
         try:
-            job.entry = _checked(job.entry, pinned)
+            job.entry = checked(job.entry, pinned)
             if flush.ending is None and not flush.settled:
                 job.pinned, pinned = pinned, None
         finally:
@@ -293,17 +258,16 @@ class Pipeline:
             )
 
     async def _write(self, flush: Flush, job: Job) -> None:
-        """One rank: open the attempt, write images and vote."""
+        """One rank: write images and vote, to the node's tier if there is one that does, else to the root, where the
+        attempt is opened first."""
         assert job.pinned is not None
         entry, pinned = job.entry, job.pinned
         reach("agent.begun", str(entry.step))
-        if not flush.opened:
-            decision = await patiently(lambda: self._open(flush))
-            if decision is not None:
-                self._settle(flush, decision)
-                return
-            flush.opened = True
         work = FlushJob(entry.step, entry.incarnation, entry.attempt, entry.rank, entry.world, entry.kind)
+        if self.staging is not None and await self._stage(flush, job, self.staging, work):
+            return
+        if not await self._is_open(flush):
+            return
         vote = await patiently(
             lambda: flush_rank(
                 self.backend,
@@ -311,28 +275,73 @@ class Pipeline:
                 pinned,
                 chunk_bytes=self._run.chunk_bytes,
                 run=self._run,
-                layouts=self._known_layouts(),
+                layouts=self._layouts.known() if self.backend.capabilities.flat else None,
                 notes=functools.partial(self._owner.notes, entry),
             )
         )
         reach("agent.voted", str(entry.step))
+        await self._voted(flush, job, vote)
+
+    async def _stage(self, flush: Flush, job: Job, staging: Staging, work: FlushJob) -> bool:
+        """Write the share to the node's tier; whether that could be done. If not, the root has to do."""
+        assert job.pinned is not None
+        try:
+            vote = await staging.put(work, job.pinned)
+        except (BackendError, EverstepError, OSError) as error:
+            words = in_our_words(error, step=flush.step, rank=job.entry.rank, tier=staging.url)
+            log.warning("%s: %s", staging.tier.name, words)
+            self._say(flush, "unstaged", error=words, tier=staging.url)
+            return False
+        job.staging = staging
+        job.entry = replace(job.entry, stage=STAGED, root=vote.root)
+        await self._owner.remember(job.entry)
+        if job.pinned is not None:
+            job.pinned.release()
+            job.pinned = None
+        reach("agent.staged", str(flush.step))
+        self._staged(flush, job)
+        return True
+
+    def _staged(self, flush: Flush, job: Job) -> None:
+        """The share lies in the node's tier: the slot is free, and the upload waits."""
+        assert job.staging is not None
+        self._say(flush, "staged", rank=job.entry.rank, tier=job.staging.url)
+        done = {rank for rank, other in flush.jobs.items() if other.entry.stage != QUEUED}
+        if self._owner.local_ranks(flush.incarnation) <= done:
+            self._say(flush, "staged", tier=job.staging.url)
+        self.uploads.add(flush, job)
+
+    async def _upload(self, flush: Flush, job: Job) -> None:
+        """One staged share, from the node's tier to the root."""
+        staging, entry = job.staging, job.entry
+        assert staging is not None
+        reach("agent.upload", str(flush.step))
+        if not await self._is_open(flush):
+            return
+        vote = await patiently(lambda: staging.upload(self.backend, entry))
+        await self._voted(flush, job, vote)
+
+    async def _voted(self, flush: Flush, job: Job, vote: Vote) -> None:
+        """The rank's share is durable at the root."""
         nbytes = sum(image.nbytes for image in vote.images)
-        self._say(flush, "written", rank=entry.rank, nbytes=nbytes)
-        job.entry = replace(entry, stage=VOTED, root=vote.root)
-        job.pinned = None
-        pinned.release()
+        self._say(flush, "written", rank=job.entry.rank, nbytes=nbytes)
+        job.entry = replace(job.entry, stage=VOTED, root=vote.root)
+        if job.pinned is not None:
+            job.pinned.release()
+            job.pinned = None
         await self._owner.remember(job.entry)
         flush.changed.set()
-        self._say(flush, "voted", rank=entry.rank, nbytes=nbytes)
+        self._say(flush, "voted", rank=job.entry.rank, nbytes=nbytes)
 
-    def _known_layouts(self) -> set[str] | None:
-        """Where each look is a request, a layout that was found right is trusted for a while."""
-        if not self.backend.capabilities.flat:
-            return None
-        now = time.monotonic()
-        if now - self._layouts_since > LAYOUTS_S or len(self._layouts) > LAYOUTS_MAX:
-            self._layouts_since, self._layouts = now, set()
-        return self._layouts
+    async def _is_open(self, flush: Flush) -> bool:
+        """Make ``flush.attempt`` the open one at the root. False: the step was settled otherwise."""
+        if not flush.opened:
+            decision = await patiently(lambda: self._open(flush))
+            if decision is not None:
+                self._settle(flush, decision)
+                return False
+            flush.opened = True
+        return True
 
     async def _open(self, flush: Flush) -> Decision | None:
         """Make ``flush.attempt`` the open one. A decision: the step has one already that settles it."""
@@ -357,9 +366,11 @@ class Pipeline:
         )
 
     async def _conclude(self, flush: Flush) -> None:
-        """See the flush to its verdict: wait for the votes, then commit."""
-        try:
-            while flush.ending is None and not flush.settled:
+        """See the flush to its verdict: wait for the votes, then commit. What is staged survives that the root does
+        not answer: then it is asked again and again."""
+        failures = 0
+        while not flush.ended:
+            try:
                 flush.changed.clear()
                 if not any(job.entry.stage == VOTED for job in flush.jobs.values()):
                     await flush.changed.wait()
@@ -367,8 +378,13 @@ class Pipeline:
                 decision = await self._await_votes(flush)
                 if decision is not None:
                     self._settle(flush, decision)
-        except Exception as error:
-            self._fail(flush, error, None)
+            except Exception as error:
+                failures += 1
+                if self.staging is None or not is_the_roots(error):
+                    self._fail(flush, error, None)
+                    return
+                self._failing(flush, None, error, failures)
+                await asyncio.sleep(pause_after(failures))
 
     async def _await_votes(self, flush: Flush) -> Decision | None:
         """Poll with growing pauses until something is decided; None when the flush is to end otherwise. The
@@ -380,7 +396,7 @@ class Pipeline:
         since = time.monotonic()
         while flush.ending is None and not flush.settled:
             flush.changed.clear()
-            await self._gather(flush)
+            await gather(self.backend, flush, self._owner.local_ranks(flush.incarnation))
             began = time.monotonic()
             standing = await patiently(functools.partial(look_at, self.backend, *place))
             voted = list(standing.ranks)
@@ -398,19 +414,6 @@ class Pipeline:
             except asyncio.TimeoutError:
                 pause = min(2 * pause, POLL_FLAT_MAX_S if self.backend.capabilities.flat else POLL_MAX_S)
         return None
-
-    async def _gather(self, flush: Flush) -> None:
-        """Put the votes of the node's ranks together once all are there: in a large job that spares whoever
-        commits from reading each. Nothing depends on it."""
-        ranks = sorted([rank for rank, job in flush.jobs.items() if job.entry.stage == VOTED])
-        everyone = self._owner.local_ranks(flush.incarnation).issubset(ranks)
-        if flush.gathered or flush.world < GATHER_WORLD_MIN or not everyone or len(ranks) < 2:
-            return
-        flush.gathered = True
-        try:
-            await gather_votes(self.backend, flush.step, flush.incarnation, flush.attempt, ranks)
-        except (BackendError, EverstepError) as error:
-            log.warning("step %d: the node's votes could not be gathered: %s", flush.step, error)
 
     async def _decide(self, flush: Flush, standing: Standing) -> Decision | None:
         """What someone else decided, or, once all votes are in and no newer incarnation forbids it, our
@@ -438,12 +441,37 @@ class Pipeline:
         why = "died without a snapshot of it"
         if missing and not lost and time.monotonic() - since > LOOK_AFTER_S:
             lost, why = await self._owner.lost_elsewhere(flush, missing)
-        if not lost and missing and time.monotonic() - since > self.commit_timeout_s:
+        late = time.monotonic() - since > self.commit_timeout_s and not self._uploads_elsewhere(
+            flush, missing
+        )
+        if not lost and missing and late:
             lost, why = missing, f"did not vote within {self.commit_timeout_s:g} s"
         if lost:
             self._end(flush, *ranks_missing(flush.step, flush.world, voted, lost, why, self.backend.url))
 
+    def _uploads_elsewhere(self, flush: Flush, missing: list[int]) -> bool:
+        """With tiers of the nodes' own, a slow upload of another node is no time-out, unless it has passed over the
+        step: uploads keep their order."""
+        return (
+            self.staging is not None and flush.key > self._newest and self._owner.at_work_elsewhere(missing)
+        )
+
     # -- the end
+
+    def _failing(self, flush: Flush, job: Job | None, error: BaseException, failures: int) -> None:
+        """The root fails, and is tried again: told each time that there were twice as many failures. Rotation may make
+        the room that is needed."""
+        if isinstance(error, StorageFull):
+            self._owner.rotate(flush.incarnation)
+        if failures & (failures - 1) == 0 and isinstance(error, Exception):
+            rank = None if job is None else job.entry.rank
+            words = in_our_words(error, step=flush.step, rank=rank, tier=self.backend.url)
+            log.warning("failure %d: %s", failures, words)
+            self._say(flush, "upload_failing", error=words)
+
+    def _supersede(self, flush: Flush) -> None:
+        """Its upload makes way for newer ones."""
+        self._end(flush, *given_up(flush.step, "newer steps came before its upload", self.backend.url))
 
     def _fail(self, flush: Flush, error: BaseException, rank: int | None) -> None:
         if not isinstance(error, (BackendError, EverstepError, OSError)):
@@ -461,13 +489,14 @@ class Pipeline:
             return
         flush.ending = error, reason, rank
         flush.changed.set()
-        if self._writing is not None and self._writing[0] is flush:
-            self._writing[1].cancel()
+        for task in [task for task, other in self._at_work.items() if other is flush]:
+            task.cancel()
+        self.uploads.look()
         self._in_background(self._abort(flush, error, reason, rank))
 
     async def _abort(self, flush: Flush, error: EverstepError, reason: str, rank: int | None) -> None:
-        while self._writing is not None and self._writing[0] is flush:
-            await asyncio.wait({self._writing[1]})
+        while tasks := [task for task, other in self._at_work.items() if other is flush]:
+            await asyncio.wait(tasks)
             await asyncio.sleep(0)
         decision: Decision | None = None
         try:
@@ -492,6 +521,8 @@ class Pipeline:
     async def _sweep(self, flush: Flush) -> None:
         """Remove what an aborted attempt of ours has written: after a full disk the room is needed."""
         directory = names.attempt_dir(flush.step, flush.incarnation, flush.attempt)
+        for staging in filter(None, {self.staging, *(job.staging for job in flush.jobs.values())}):
+            await staging.sweep(flush.step, flush.incarnation, flush.attempt)
         try:
             items = [item.name async for item in self.backend.list(directory)]
             await self.backend.delete(items)
@@ -504,9 +535,11 @@ class Pipeline:
             return
         flush.settled = True
         flush.changed.set()
-        _unpin(flush)
+        unpin(flush)
+        self.uploads.look()
         if isinstance(decision, Manifest):
             stage, error = "committed", None
+            self._newest = max(self._newest, flush.key)
             for about, said in findings(decision, self.backend.url):
                 log.warning("step %d: %s", flush.step, said)
                 self._say(flush, about, error=said)
@@ -531,9 +564,18 @@ class Pipeline:
         self._say(flush, stage, error=error)
         if stage == "committed" or isinstance(error, StorageFull):
             self._owner.rotate(flush.incarnation)
+        if stage == "committed" and self.staging is not None:
+            await self.staging.retain(self.fence, self._newest, set(self._flushes))
 
     def _say(
-        self, flush: Flush, stage: str, *, rank: int = -1, nbytes: int = 0, error: EverstepError | None = None
+        self,
+        flush: Flush,
+        stage: str,
+        *,
+        rank: int = -1,
+        nbytes: int = 0,
+        error: EverstepError | None = None,
+        tier: str | None = None,
     ) -> None:
         began = min((job.accepted for job in flush.jobs.values()), default=time.monotonic())
         self._owner.report(
@@ -541,7 +583,7 @@ class Pipeline:
                 step=flush.step,
                 incarnation=flush.incarnation,
                 attempt=flush.attempt,
-                tier=self.backend.url,
+                tier=self.backend.url if tier is None else tier,
                 stage=stage,
                 error=None if error is None else error.to_wire(),
                 seconds=time.monotonic() - began,
@@ -561,31 +603,3 @@ async def _awaited(work: Awaitable[None]) -> None:
         await work
     except Exception:
         log.exception("a task of the queue failed")
-
-
-def _unpin(flush: Flush) -> None:
-    for job in flush.jobs.values():
-        if job.pinned is not None:
-            job.pinned.release()
-            job.pinned = None
-
-
-def _checked(entry: JobEntry, pinned: Pinned) -> JobEntry:
-    """The entry, with the slot's root if it is sealed. The slot must hold the entry's snapshot, and must be
-    sealed as it was when the entry was made."""
-    info = pinned.info
-    if (info.incarnation, info.step) != (entry.incarnation, entry.step):
-        raise SlotGone(
-            f"slot {entry.slot} of rank {entry.rank} holds another snapshot",
-            found=f"step {info.step} of incarnation {info.incarnation}",
-            expected=f"step {entry.step} of incarnation {entry.incarnation}",
-        )
-    records = pinned.sealed()
-    root = b"" if records is None else rank_root(records)
-    if entry.root and root != entry.root:
-        raise SlotGone(
-            f"slot {entry.slot} of rank {entry.rank} is not what was sealed",
-            found=root.hex() or "not sealed",
-            expected=entry.root.hex(),
-        )
-    return replace(entry, root=root)

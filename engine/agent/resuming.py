@@ -14,7 +14,7 @@ from everstep.memory.control import Purpose
 from everstep.memory.process import Process
 from everstep.memory.slots import Pinned
 
-from .journal import JobEntry
+from .journal import QUEUED, JobEntry
 from .members import Member
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ async def _resume_jobs(service: Service, run: RunRecord, jobs: list[JobEntry]) -
         if entry.run_id != run.run_id:
             log.warning("step %d of another run is dropped", entry.step)
             await service.forget([entry])
-        elif not entry.arena and Process(*entry.process).alive():
+        elif entry.stage == QUEUED and not entry.arena and Process(*entry.process).alive():
             await service.forget([entry])  # its trainer has the arena, and will ask again
         else:
             await pipeline.add(entry, functools.partial(_pin_again, service, entry, []))

@@ -33,12 +33,13 @@ from everstep.store.runs import open_run
 
 from .beacon import Beacons
 from .elsewhere import Elsewhere
+from .flushes import Flush
 from .guard import SameRun
 from .journal import GuardEntry, JobEntry, Journal, NoJournal, Notebook, Uploading
 from .members import FLUSHED, KEPT, Member, Members, find_snapshot, open_arena
 from .orphans import Orphans
 from .pacing import Pacing
-from .pipeline import Flush, Pipeline
+from .pipeline import Pipeline
 from .protection import Protection
 from .protocol import (
     ArenasAnswer,
@@ -377,7 +378,7 @@ class Service:
             attempt=attempt,
             order=self._order,
             process=(member.process.pid, member.process.start_time, member.process.boot),
-            tiers=tuple([tier.name for tier in self.settings.tiers] if tiers is None else tiers),
+            tiers=tuple([t.name for t in self.settings.tiers if not t.node] if tiers is None else tiers),
         )
 
     @staticmethod
@@ -406,6 +407,9 @@ class Service:
 
     async def lost_elsewhere(self, flush: Flush, missing: list[int]) -> tuple[list[int], str]:
         return await self._elsewhere.lost(flush, missing)
+
+    def at_work_elsewhere(self, missing: list[int]) -> bool:
+        return self._elsewhere.at_work(missing)
 
     def run_is_gone(self) -> None:
         """The run was deleted, or replaced by another: there is nothing left to serve."""

@@ -1,4 +1,5 @@
-"""The agent's further tiers: which there are, what is owed to them, and what the journal knows of that."""
+"""The agent's further tiers: which there are, the node's own among them, what is owed to them, and what the journal
+knows of that."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from everstep.format.records import RunRecord
 from .journal import JobEntry, MirrorEntry
 from .mirrors import Key, Mirrors
 from .root import link_of, open_gated
+from .staging import Staging
 from .turnstile import Lane
 from .values import Progress, TierSettings
 
@@ -31,6 +33,8 @@ class Tiers:
         self._run: RunRecord | None = None
         self._mirrors: Mirrors | None = None
         self._lanes: dict[str, Lane] = {}
+        self._stagings: list[Staging] = []
+        """The node's tier, and what it was before the settings changed: what is staged there is still uploaded."""
         self._unplaced: list[MirrorEntry] = []
         """Journaled by a former agent, of tiers that no trainer has named yet: how to open them, secrets included, is
         known from trainers only."""
@@ -45,7 +49,11 @@ class Tiers:
         return waiting | (self._mirrors.owed() if self._mirrors is not None else set())
 
     def status(self) -> list[dict[str, Any]]:
-        return self._mirrors.status() if self._mirrors is not None else []
+        pipeline = self._service.pipeline
+        own = [] if pipeline is None or pipeline.staging is None else [pipeline.staging.status()]
+        return [{**one, **pipeline.uploads.status()} for one in own if pipeline is not None] + (
+            self._mirrors.status() if self._mirrors is not None else []
+        )
 
     async def open(self, root: Backend, run: RunRecord) -> None:
         """The run is open, or another one is."""
@@ -60,6 +68,7 @@ class Tiers:
         if self._mirrors is None:
             return
         self._mirrors.follow(self._service.settings.tiers, anew=anew)
+        self._follow_node()
         unplaced, self._unplaced = self._mirrors.owe(self._unplaced), []
         if not self._service.members.newest:
             self._unplaced = unplaced
@@ -67,6 +76,18 @@ class Tiers:
         for entry in unplaced:
             log.warning("step %d is not mirrored to %s, which is no tier any more", entry.step, entry.tier)
             self._service.keep(self.forget_mirror(entry))
+
+    def _follow_node(self) -> None:
+        """Where flushes are staged from now on."""
+        pipeline, run = self._service.pipeline, self._run
+        if pipeline is None or run is None:
+            return
+        tier = next((tier for tier in self._service.settings.tiers if tier.node), None)
+        if tier is None:
+            pipeline.staging = None
+        elif pipeline.staging is None or pipeline.staging.tier != tier:
+            pipeline.staging = Staging(tier, self.open_tier(tier), run, self._service.notes)
+            self._stagings.append(pipeline.staging)
 
     async def resume(self, journaled: Sequence[MirrorEntry]) -> None:
         """What a former agent left. The run is open."""
@@ -99,6 +120,9 @@ class Tiers:
         if self._mirrors is not None:
             await self._mirrors.close()
             self._mirrors = None
+        for staging in self._stagings:
+            await staging.close()
+        self._stagings.clear()
 
     # -- for the lines
 

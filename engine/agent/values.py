@@ -152,7 +152,9 @@ class Progress:
     nodes: peer_failed (a snapshot could not be sent; it is tried again), unprotected (training goes on without a node's
     protection), protected (it is back), replicas_differ (a rank here has other bytes of a tensor than another node's).
     Of a further tier, whose url ``tier`` is then: mirrored (the checkpoint is durable there), mirror_failing (it is
-    still tried), mirror_dropped (it will not get there).
+    still tried), mirror_dropped (it will not get there). Of the node's own tier, whose url ``tier`` is: staged (of a
+    rank: its slot is free; of the step: all shares of this node's ranks are durable there) and unstaged (it failed; the
+    step goes straight to the root). upload_failing: the root fails, and is tried again.
     ``error`` is an error's
     ``to_wire()``; ``seconds`` count from the acceptance of the flush; ``rank`` is the rank that it speaks of
     (-1: the whole step).

@@ -37,10 +37,11 @@ OWN = "own"
 HELD = "held"
 PEER = "peer"
 REBUILT = "rebuilt"
+NODE = "node"
 DISK = "disk"
-KINDS = (OWN, HELD, PEER, REBUILT, DISK)
+KINDS = (OWN, HELD, PEER, REBUILT, NODE, DISK)
 """Where bytes of a load come from: this node's own ranks' slots, what it holds for other nodes, another node's memory,
-parity, a durable tier."""
+parity, the node's own tier, a durable tier that all nodes see."""
 
 
 class Mapped(Protocol):
