@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -163,3 +163,11 @@ class KnownLayouts:
         if now - self._since > LAYOUTS_S or len(self._hashes) > LAYOUTS_MAX:
             self._since, self._hashes = now, set()
         return self._hashes
+
+
+async def logged(work: Awaitable[None]) -> None:
+    """What goes wrong is only logged."""
+    try:
+        await work
+    except Exception:
+        log.exception("a task of the queue failed")

@@ -66,11 +66,12 @@ class Pacing:
         rate: float | str | None = TIER_RATE,
         *,
         link: str = "",
+        urgency: Urgency = Urgency.MIRROR,
         requests_max: int = REQUESTS_MAX,
     ) -> Lane:
         """The lane of a further tier. Raises BadOption."""
         rules = governor(parse_rate(rate, f"rate of {name}"))
-        return self.turnstile.lane(name, Urgency.MIRROR, rules, link=link, requests_max=requests_max)
+        return self.turnstile.lane(name, urgency, rules, link=link, requests_max=requests_max)
 
     async def run(self) -> None:
         """Tell adaptive governors of the trainers' steps, until cancelled."""

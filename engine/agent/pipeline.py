@@ -31,7 +31,7 @@ from everstep.store.catalog import Standing, look_at, read_decision_at
 from everstep.store.commit import abort_attempt, next_attempt, try_commit
 from everstep.store.flush import FlushJob, flush_rank
 
-from .flushes import Flush, Job, KnownLayouts, Owner, checked, gather, unpin
+from .flushes import Flush, Job, KnownLayouts, Owner, checked, gather, logged, unpin
 from .journal import QUEUED, STAGED, VOTED, JobEntry
 from .staging import Staging
 from .storage import Fence, in_our_words, patiently
@@ -593,13 +593,6 @@ class Pipeline:
         )
 
     def _in_background(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(_awaited(work))
+        task = asyncio.ensure_future(logged(work))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-
-
-async def _awaited(work: Awaitable[None]) -> None:
-    try:
-        await work
-    except Exception:
-        log.exception("a task of the queue failed")

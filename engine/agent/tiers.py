@@ -16,7 +16,7 @@ from .journal import JobEntry, MirrorEntry
 from .mirrors import Key, Mirrors
 from .root import link_of, open_gated
 from .staging import Staging
-from .turnstile import Lane
+from .turnstile import Lane, Urgency
 from .values import Progress, TierSettings
 
 if TYPE_CHECKING:
@@ -142,9 +142,9 @@ class Tiers:
         former = self._lanes.get(tier.name)
         if former is not None:
             former.close()
-        lane = self._lanes[tier.name] = self._service.pacing.lane(
-            tier.name, tier.rate, link=link_of(tier.url)
-        )
+        urgency = Urgency.ONLY_COPY if tier.node else Urgency.MIRROR
+        lane = self._service.pacing.lane(tier.name, tier.rate, link=link_of(tier.url), urgency=urgency)
+        self._lanes[tier.name] = lane
         return open_gated(self._service.open_backend, tier.url, tier.options, lane)
 
     def has_first_rank(self) -> bool:

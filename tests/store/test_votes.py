@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
-import everstep.agent.pipeline as pipelines
+import everstep.agent.flushes as flushes
 import pytest
 from everstep.agent.journal import JobEntry
 from everstep.agent.pipeline import Flush, Pipeline
@@ -279,7 +279,7 @@ class Owner:
 def test_an_agent_gathers_the_votes_of_its_ranks_once_all_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_min: int, gathered: list[list[int]]
 ) -> None:
-    monkeypatch.setattr(pipelines, "GATHER_WORLD_MIN", world_min)
+    monkeypatch.setattr(flushes, "GATHER_WORLD_MIN", world_min)
 
     async def work(backend: LocalBackend) -> None:
         owner = Owner({1, 2, 3})
