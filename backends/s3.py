@@ -21,6 +21,9 @@ from .s3writer import PART_BYTES, S3Writer, base64_md5, check_etag, etag_of
 RANGE_BYTES = 8 << 20
 """Bytes of one ranged read; larger reads are so many side by side."""
 
+GATED_RANGE_BYTES = 1 << 20
+"""The same where there is a gate, which all of a range passes at once, before it is asked for."""
+
 RANGES_IN_FLIGHT = 8
 """Ranged reads of one call at once."""
 
@@ -102,15 +105,18 @@ class S3Backend:
             await self.size(name)
             return
 
-        async def one(start: int) -> None:
-            await self._read_range(name, key, offset + start, data[start : start + RANGE_BYTES])
+        step = RANGE_BYTES if self.client.gate is None else GATED_RANGE_BYTES
 
-        await each(range(0, len(data), RANGE_BYTES), one, limit=RANGES_IN_FLIGHT)
+        async def one(start: int) -> None:
+            await self._read_range(name, key, offset + start, data[start : start + step])
+
+        await each(range(0, len(data), step), one, limit=RANGES_IN_FLIGHT)
 
     async def _read_range(self, name: str, key: str, offset: int, data: memoryview) -> None:
         wanted = f"bytes={offset}-{offset + len(data) - 1}"
 
         async def attempt(line: Line, flow: Flow) -> None:
+            await flow.ask_ahead(len(data))
             answer = await line.call("get_object", Bucket=self._bucket, Key=key, Range=wanted)
             try:
                 _check_range(name, answer, offset, len(data))

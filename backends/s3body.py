@@ -45,6 +45,12 @@ class Flow:
                 self._held = False
         self._moved = time.monotonic()
 
+    async def ask_ahead(self, nbytes: int) -> None:
+        """Wait for the gate for all of an answer of ``nbytes`` before it is asked for: of an answer that is under way
+        many MiB come into buffers before anybody takes and counts them."""
+        await self.pass_on(nbytes)
+        self._gate = None
+
     def idle_s(self) -> float:
         """Seconds since bytes moved last; the gate's own waits do not count."""
         return 0.0 if self._held else time.monotonic() - self._moved

@@ -50,6 +50,7 @@ _CODES: dict[str, type[BackendError]] = {
     "XAmzContentSHA256Mismatch": Retryable,
     "XAmzContentChecksumMismatch": Retryable,
     "IncompleteBody": Retryable,
+    "MalformedXML": Retryable,
     "MissingContentLength": Retryable,
     # Two conditional requests at one moment; the server says that one of them is to come again.
     "ConditionalRequestConflict": Retryable,
