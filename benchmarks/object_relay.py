@@ -33,9 +33,11 @@ class Passed:
 
     def rate_error(self, bytes_per_s: float, window_s: float) -> float:
         """The greatest difference, relative to it, between ``bytes_per_s`` and the rate in any ``window_s`` seconds
-        between the first byte and the last. Raises ValueError where there were no ``window_s`` seconds."""
-        if not self._moments or self._moments[-1] - self._moments[0] < window_s:
-            raise ValueError(f"nothing was seen for {window_s:g} s")
+        between the first byte and the last. Raises ValueError where too few came to tell."""
+        if not self._moments or self._totals[-1] < window_s * bytes_per_s:
+            raise ValueError(f"no {window_s:g} s of {bytes_per_s:.0f} bytes/s were seen")
+        if self._moments[-1] - self._moments[0] < window_s:
+            return self._totals[-1] / (window_s * bytes_per_s) - 1
         worst = 0.0
         for index, start in enumerate(self._moments):
             end = start + window_s

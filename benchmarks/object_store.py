@@ -1,7 +1,7 @@
 """How fast images get into an object store and back, against other clients of the same server in the same run.
 
 Each way has a process of its own and does in turn the same: put all images, get them back, whose hashes must be those
-of what was put. A first round, with memory watched, is not timed. A rival that fails is named and left out.
+of what was put. In a first round, which is not timed, memory is watched. A rival that fails is named and left out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -64,7 +64,9 @@ def run_s3(
     load = os.getloadavg()[0]
     with ExitStack() as stack:
         work = Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="everstep-bench-", dir=directory or Path.cwd()))
+            stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="everstep-bench-", dir=directory or Path.cwd())
+            )
         )
         memory = stack.enter_context(_memory())
         tell("starting the server")
@@ -73,7 +75,6 @@ def run_s3(
         bench = _Bench(server, memory, image_bytes, hashes)
         stack.callback(bench.clear)
         bench.measure(repeats, tell)
-        bench.watch(tell)
         limited = _Limited(bench, window_s)
         limited.run(tell)
         return {
@@ -220,50 +221,46 @@ class _Bench:
         return self._number
 
     def measure(self, repeats: int, tell: Step) -> None:
-        """The timed rounds, after one that is not."""
+        """The timed rounds, after one whose memory is watched."""
         with ExitStack() as stack:
             workers = []
             for way in WAYS:
                 with self._left_out(way):
                     workers.append(_Worker(self.setup(way), self.server.env))
                     stack.callback(workers[-1].end)
-            for turn in range(-1, repeats):
-                tell(f"round {turn + 1}" if turn >= 0 else "round 0, not timed")
-                in_turn(turn, [partial(self._round, worker, turn >= 0) for worker in workers])
+            tell("round 0, memory")
+            for worker in workers:
+                self._round(worker, self._watch)
+            for turn in range(repeats):
+                tell(f"round {turn + 1}")
+                in_turn(turn, [partial(self._round, worker, self._time) for worker in workers])
 
-    def _round(self, worker: _Worker, timed: bool) -> None:
+    def _round(self, worker: _Worker, do: Callable[[_Worker, str, int], dict[str, Any]]) -> None:
+        """Put and get once, and see that what comes is what was put."""
         if worker.way in self.left_out:
             return
         number = self.next()
         with self._left_out(worker.way):
-            for order in ("put", "get"):
-                done = worker.do(order, number)
-                if timed:
-                    self._seconds[order][worker.way].seconds.append(done["seconds"])
-                    self._cpu_s[order][worker.way].seconds.append(done["cpu_s"])
-            self.check(worker.way, done["hashes"])
+            do(worker, "put", number)
+            hashes = do(worker, "get", number)["hashes"]
+            wrong = sum(a != b for a, b in zip(hashes, self._hashes, strict=True))
+            if wrong:
+                raise Mismatch(f"{worker.way}: {wrong} of {IMAGES} images came back with other bytes")
         self._delete(number)
 
-    def check(self, way: str, hashes: list[str]) -> None:
-        wrong = sum(a != b for a, b in zip(hashes, self._hashes, strict=True))
-        if wrong:
-            raise Mismatch(f"{way}: {wrong} of {IMAGES} images came back with other bytes")
+    def _time(self, worker: _Worker, order: str, number: int) -> dict[str, Any]:
+        done = worker.do(order, number)
+        self._seconds[order][worker.way].seconds.append(done["seconds"])
+        self._cpu_s[order][worker.way].seconds.append(done["cpu_s"])
+        return done
 
-    def watch(self, tell: Step) -> None:
-        """How much memory each way takes, in a fresh process; nothing is timed meanwhile."""
-        tell("memory")
-        for way in [way for way in WAYS if way not in self.left_out]:
-            with self._left_out(way), ExitStack() as stack:
-                worker = _Worker(self.setup(way), self.server.env)
-                stack.callback(worker.end)
-                number = self.next()
-                for order in ("put", "get"):
-                    before = resident_bytes(worker.pid)
-                    with PeakWatch([worker.pid]) as watched:
-                        done = worker.do(order, number)
-                    self._extra_bytes[order][way] = max(watched.peak_bytes - before, 0)
-                self.check(way, done["hashes"])
-                self._delete(number)
+    def _watch(self, worker: _Worker, order: str, number: int) -> dict[str, Any]:
+        """Looking costs time, so nothing is timed here."""
+        before = resident_bytes(worker.pid)
+        with PeakWatch([worker.pid]) as watched:
+            done = worker.do(order, number)
+        self._extra_bytes[order][worker.way] = max(watched.peak_bytes - before, 0)
+        return done
 
     @contextmanager
     def _left_out(self, way: str) -> Iterator[None]:
@@ -272,7 +269,9 @@ class _Bench:
             yield
         except (Failed, Mismatch) as error:
             if way == OWN:
-                raise error if isinstance(error, Mismatch) else EverstepError(f"{OWN} failed: {error}") from None
+                raise (
+                    error if isinstance(error, Mismatch) else EverstepError(f"{OWN} failed: {error}")
+                ) from None
             self.left_out[way] = str(error)
 
     def rivals(self) -> list[str]:
@@ -332,7 +331,11 @@ class _Limited:
         bench = self._bench
         image_bytes = max(int(self.rate * RATE_WINDOWS * self._window_s) // IMAGES, 1)
         with relayed(bench.server.endpoint) as relay, ExitStack() as stack:
-            env = {**bench.server.env, "AWS_ENDPOINT_URL": relay.endpoint, "AWS_ENDPOINT_URL_S3": relay.endpoint}
+            env = {
+                **bench.server.env,
+                "AWS_ENDPOINT_URL": relay.endpoint,
+                "AWS_ENDPOINT_URL_S3": relay.endpoint,
+            }
             try:
                 worker = _Worker(bench.setup(OWN, image_bytes, self.rate), env)
                 stack.callback(worker.end)

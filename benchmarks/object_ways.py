@@ -100,9 +100,7 @@ class Everstep:
         gate = TokenBucket(setup.rate) if setup.rate is not None else None
         self._backend = open_backend(f"s3://{setup.bucket}/{setup.prefix}/{setup.way}", gate=gate)
         self._images = [memoryview(mapped(path, setup.image_bytes)) for path in setup.sources()]
-        self._targets = [
-            memoryview(mapped(path, setup.image_bytes, write=True)) for path in setup.targets()
-        ]
+        self._targets = [memoryview(mapped(path, setup.image_bytes, write=True)) for path in setup.targets()]
 
     def put(self, number: int) -> None:
         self._loop.run_until_complete(self._put(number))
@@ -203,9 +201,7 @@ class Boto3:
         self._config = TransferConfig(use_threads=True)
         self._client = boto3.client(
             "s3",
-            config=Config(
-                max_pool_connections=self._config.max_concurrency, s3={"addressing_style": "path"}
-            ),
+            config=Config(max_pool_connections=self._config.max_concurrency, s3={"addressing_style": "path"}),
         )
 
     def put(self, number: int) -> None:
@@ -237,9 +233,7 @@ class S3TorchConnector:
             s3client_config=S3ClientConfig(force_path_style=True),
         )
         self._images = [memoryview(mapped(path, setup.image_bytes)) for path in setup.sources()]
-        self._targets = [
-            memoryview(mapped(path, setup.image_bytes, write=True)) for path in setup.targets()
-        ]
+        self._targets = [memoryview(mapped(path, setup.image_bytes, write=True)) for path in setup.targets()]
 
     def put(self, number: int) -> None:
         def one(key: str, image: memoryview) -> None:

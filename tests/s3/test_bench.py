@@ -40,8 +40,8 @@ def test_all_ways_are_measured(url: str, s3_server: S3Server, tmp_path: Path) ->
         assert found[f"{order}_vs_best_rival"] == fastest / own["median_s"]
         assert 0 < own["peak_extra_mib"] < found["memory_bound"][f"{order}_mib"] + 64
         assert own["bytes_per_s"] * own["median_s"] == pytest.approx(48 * MIB)
-    assert 0 <= found["rate_limit_error"] and 0 <= found["rate_limit_get_error"]
-    assert len(stages) == 5  # the bar of the command counts them
+    assert found["rate_limit_error"] >= 0 and found["rate_limit_get_error"] >= 0
+    assert len(stages) == 4  # the bar of the command counts them
     assert os.listdir(tmp_path) == []
     prefix = url.removeprefix(f"s3://{s3_server.bucket}/")
     listed = s3_server.client().list_objects_v2(Bucket=s3_server.bucket, Prefix=prefix)
@@ -82,8 +82,11 @@ def test_the_error_of_a_rate() -> None:
     assert passed.rate_error(80.0, 5.0) == pytest.approx(0.25, abs=0.04)
     passed._totals = [total + (300 if i >= 70 else 0) for i, total in enumerate(passed._totals)]
     assert passed.rate_error(100.0, 5.0) == pytest.approx(0.6, abs=0.04)
-    with pytest.raises(ValueError, match="nothing was seen"):
-        passed.rate_error(100.0, 11.0)
+    assert passed.rate_error(100.0, 11.0) == pytest.approx(
+        1310 / 1100 - 1
+    )  # all of it within so short a time
+    with pytest.raises(ValueError, match="100 bytes/s were seen"):
+        passed.rate_error(100.0, 14.0)
 
 
 def test_the_relay_sees_all_bytes() -> None:
