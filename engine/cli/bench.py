@@ -312,8 +312,11 @@ def _s3_text(found: dict[str, Any]) -> str:
             f"speed over the fastest rival's: put {found['put_vs_best_rival']:.2f}, "
             f"get {found['get_vs_best_rival']:.2f}",
             f"everstep may take {bound['put_mib']:.0f} MiB for parts, {bound['get_mib']:.0f} MiB for pieces",
-            f"limit of {human_bytes(int(rate['bytes_per_s']))}/s, in any {rate['window_s']:g} s: "
-            f"off by {found['rate_limit_error']:.1%} (put), {found['rate_limit_get_error']:.1%} (get)",
+            f"limit of {human_bytes(int(rate['limit']))}/s, in any {rate['window_s']:g} s: "
+            + ", ".join(
+                f"{order} {human_bytes(int(rate[order]['least']))}/s to {human_bytes(int(rate[order]['greatest']))}/s"
+                for order in ("put", "get")
+            ),
             *(f"left out: {way}: {why}" for way, why in found["left_out"].items()),
             f"{m['cores']} cores, load {found['load_before']:.1f} before, Python {m['python']}, {m['file_system']}",
             found["checked"],

@@ -75,18 +75,17 @@ def test_a_url_without_keys_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         run_s3(1, 1, tmp_path, lambda what: None, url="s3://bucket/prefix")
 
 
-def test_the_error_of_a_rate() -> None:
+def test_the_rates_of_a_stream() -> None:
     passed = Passed()
+    with pytest.raises(ValueError, match="no bytes"):
+        passed.rates(5.0)
     passed._moments, passed._totals = [0.1 * i for i in range(101)], [10 * (i + 1) for i in range(101)]
-    assert passed.rate_error(100.0, 5.0) < 0.03
-    assert passed.rate_error(80.0, 5.0) == pytest.approx(0.25, abs=0.04)
+    assert passed.rates(5.0) == pytest.approx((100, 100), abs=3)
+    assert passed.rates(20.0) == pytest.approx((1010 / 20, 1010 / 20))  # all of it within so short a time
     passed._totals = [total + (300 if i >= 70 else 0) for i, total in enumerate(passed._totals)]
-    assert passed.rate_error(100.0, 5.0) == pytest.approx(0.6, abs=0.04)
-    assert passed.rate_error(100.0, 11.0) == pytest.approx(
-        1310 / 1100 - 1
-    )  # all of it within so short a time
-    with pytest.raises(ValueError, match="100 bytes/s were seen"):
-        passed.rate_error(100.0, 14.0)
+    assert passed.rates(5.0) == pytest.approx((100, 160), abs=3)
+    passed._moments[-1] = 60.0  # one last word, long after: not part of the stream
+    assert passed.rates(5.0) == pytest.approx((100, 160), abs=3)
 
 
 def test_the_relay_sees_all_bytes() -> None:
