@@ -16,7 +16,7 @@ from .errors import BackendError, NotFound, Permanent, Retryable
 from .parallel import ended
 from .points import reach
 from .s3body import Body, Flow
-from .s3errors import NoUpload, PartLost
+from .s3errors import PartLost
 
 if TYPE_CHECKING:
     from .s3 import S3Backend
@@ -64,10 +64,9 @@ class Room:
 
     def take(self, nbytes: int) -> bytearray:
         """Memory of ``nbytes``; of what was given back, if that fits: fresh memory is slow."""
-        while self._free:
-            buffer = self._free.pop()
+        for index, buffer in enumerate(self._free):
             if len(buffer) == nbytes:
-                return buffer
+                return self._free.pop(index)
         return bytearray(nbytes)
 
     def give(self, buffer: bytearray) -> None:
@@ -145,7 +144,7 @@ class S3Writer:
         except BaseException as error:
             await self._fail(error)
             raise
-        self._done = True
+        self._done, self._buffer = True, None
         self._room.leave(self)
 
     async def abort(self) -> None:
@@ -214,7 +213,7 @@ class S3Writer:
 
         try:
             self._etags[number], comparable = await self._client.do(self._name, attempt)
-        except NoUpload as error:
+        except NotFound as error:
             raise Retryable(self._name, "the upload was aborted by others") from error
         self._comparable = self._comparable and comparable
         self.parts_sent += 1
@@ -251,7 +250,7 @@ class S3Writer:
         try:
             for number, _, etag in await self._backend.parts(self._name, upload):
                 self._there.setdefault(number, set()).add(etag)
-        except NoUpload:
+        except NotFound:
             return None
         return upload
 
@@ -282,7 +281,7 @@ class S3Writer:
                 UploadId=self._upload,
                 MultipartUpload={"Parts": parts},
             )
-        except NoUpload:  # completed, if an answer was lost; what is there will tell
+        except NotFound:  # completed, if an answer was lost; what is there will tell
             answer = {}
         except PartLost as error:
             raise Retryable(self._name, f"the server lost a part: {error.cause}") from error
