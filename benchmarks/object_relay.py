@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from bisect import bisect_right
@@ -81,6 +82,8 @@ class Relay:
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         behind, onward = await asyncio.open_connection(self._host, self._port, limit=READ_BYTES)
+        for end in (onward, writer):  # what waits here would count as gone
+            end.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, READ_BYTES)
         pumps = [
             asyncio.ensure_future(self._pump(reader, onward, self.sent)),
             asyncio.ensure_future(self._pump(behind, writer, self.received)),
