@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Protocol, TypeVar
@@ -17,6 +18,9 @@ SEND_BYTES = 256 << 10
 
 RECEIVE_BYTES = 1 << 20
 """The most that is taken from a socket's buffer at once where there is no gate."""
+
+KERNEL_BYTES = 128 << 10
+"""Bytes of an answer that the kernel may take from the wire before a gate was asked for them (it doubles this)."""
 
 
 class Flow:
@@ -34,6 +38,15 @@ class Flow:
     @property
     def receive_bytes(self) -> int:
         return RECEIVE_BYTES if self._gate is None else SLICE_BYTES
+
+    def hold_back(self, answer: object) -> None:
+        """With a gate, have the kernel take little of ``answer`` ahead: by itself it takes some MiB per connection."""
+        connection = getattr(getattr(answer, "_raw_stream", None), "connection", None)
+        if self._gate is None or connection is None or connection.transport is None:
+            return
+        wire = connection.transport.get_extra_info("socket")
+        if wire is not None:
+            wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, KERNEL_BYTES)
 
     async def pass_on(self, nbytes: int) -> None:
         """``nbytes`` are about to go, or have come: wait for the gate."""
@@ -116,6 +129,7 @@ async def receive(name: str, answer: Answer, view: memoryview, flow: Flow) -> No
     """Fill ``view`` with the body of an answer, which must be as long. Retryable where it is cut."""
     done = 0
     try:
+        flow.hold_back(answer)
         while done < len(view):
             piece = await answer.read(min(flow.receive_bytes, len(view) - done))
             if not piece:

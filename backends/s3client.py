@@ -52,6 +52,9 @@ RENEW_S = 5.0
 HASH_THREADS = 2
 """Threads that take checksums, for all loops of one backend."""
 
+USER_AGENT = "everstep"
+"""What servers log. botocore would put its own together anew, twice for each request."""
+
 Attempt = Callable[["Line", Flow], Coroutine[Any, Any, T]]
 
 
@@ -100,7 +103,9 @@ class S3Client:
         self._extra = dict(options.get("s3_additional_kwargs") or {})
         if options.get("requester_pays"):
             self._extra["RequestPayer"] = "requester"
-        self.stall_s = float(self._options["config_kwargs"]["read_timeout"])
+        # Each request is watched for that (Flow); aiohttp would set a timer anew with every packet.
+        self.stall_s = float(self._options["config_kwargs"].pop("read_timeout"))
+        self._options["config_kwargs"]["read_timeout"] = None
         self._lock = threading.Lock()  # guards what follows
         self._pid = os.getpid()
         self._loops: list[_Loop] = []
@@ -255,6 +260,7 @@ def session_options(options: Mapping[str, Any]) -> dict[str, Any]:
         "connect_timeout": CONNECT_S,
         "read_timeout": READ_S,
         "max_pool_connections": REQUESTS_MAX,
+        "user_agent": USER_AGENT,
         "retries": {"total_max_attempts": 1, "mode": "standard"},
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",

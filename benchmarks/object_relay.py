@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from bisect import bisect_right
@@ -31,20 +32,23 @@ class Passed:
         self._moments.clear()
         self._totals.clear()
 
-    def rate_error(self, bytes_per_s: float, window_s: float) -> float:
-        """The greatest difference, relative to it, between ``bytes_per_s`` and the rate in any ``window_s`` seconds
-        between the first byte and the last. Raises ValueError where there were no ``window_s`` seconds."""
-        if not self._moments or self._moments[-1] - self._moments[0] < window_s:
-            raise ValueError(f"nothing was seen for {window_s:g} s")
-        worst = 0.0
-        for index, start in enumerate(self._moments):
-            end = start + window_s
-            if end > self._moments[-1]:
+    def rates(self, window_s: float) -> tuple[float, float]:
+        """The least and the greatest rate, in bytes/s, in any ``window_s`` seconds between the moments at which a
+        hundredth of the bytes had passed, and all but one: what comes before and after are questions and answers. Where
+        all passed in less time, both are that of a window with all in it. Raises ValueError where there is nothing."""
+        if not self._moments:
+            raise ValueError("no bytes were seen")
+        total = self._totals[-1]
+        first = bisect_right(self._totals, total / 100)
+        last = bisect_right(self._totals, total * 99 / 100)
+        found = []
+        for index in range(first, last + 1):
+            end = self._moments[index] + window_s
+            if end > self._moments[last]:
                 break
             before = self._totals[index - 1] if index else 0
-            nbytes = self._totals[bisect_right(self._moments, end) - 1] - before
-            worst = max(worst, abs(nbytes / (window_s * bytes_per_s) - 1))
-        return worst
+            found.append((self._totals[bisect_right(self._moments, end) - 1] - before) / window_s)
+        return (min(found), max(found)) if found else (total / window_s, total / window_s)
 
 
 class Relay:
@@ -78,6 +82,8 @@ class Relay:
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         behind, onward = await asyncio.open_connection(self._host, self._port, limit=READ_BYTES)
+        for end in (onward, writer):  # what waits here would count as gone
+            end.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, READ_BYTES)
         pumps = [
             asyncio.ensure_future(self._pump(reader, onward, self.sent)),
             asyncio.ensure_future(self._pump(behind, writer, self.received)),

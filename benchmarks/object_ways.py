@@ -140,12 +140,11 @@ class Everstep:
         from everstep.store.sources import DurableSource
 
         manifest = await read_decision_at(self._backend, number, 1, 1)
-        assert isinstance(manifest, Manifest)
+        if not isinstance(manifest, Manifest):
+            raise TypeError(f"step {number} has no manifest but {manifest}")
         source = DurableSource(self._backend, manifest, CHUNK_BYTES)
         reads = [Read(i, 0, str(i), 0, len(view), 0) for i, view in enumerate(self._targets)]
-        report = await fill([source], reads, dict(enumerate(self._targets)), headers=False)
-        if report.nbytes != sum(len(view) for view in self._targets):
-            raise RuntimeError(f"{report.nbytes} bytes were loaded")
+        await fill([source], reads, dict(enumerate(self._targets)), headers=False)
 
 
 class S3fsFiles:

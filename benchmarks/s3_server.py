@@ -1,4 +1,4 @@
-"""A real S3 server for tests and benchmarks: SeaweedFS on loopback, in a process that ends with its user's."""
+"""A real S3 server for tests and benchmarks: SeaweedFS on the loopback address, ended with its user's process."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Runner = Callable[[Tell], "dict[str, Any]"]
 STAGES_PER_REPEAT = {"stall": 3, "save-load": 2, "memory": 2}
 STAGES = {"dcp": 8}
 """Of benchmarks whose number of stages does not grow with the repeats."""
-STAGES_MORE = {"memory": 4, "pace": 2, "s3": 4}
+STAGES_MORE = {"memory": 4, "pace": 2, "s3": 3}
 
 
 @click.group("bench", context_settings={"help_option_names": ["-h", "--help"]})
@@ -218,8 +218,8 @@ def s3(gib: float, repeats: int, url: str | None, directory: Path | None, as_jso
     and s3torchconnector, which prove nothing of that. put_vs_best_rival and get_vs_best_rival are our speed over that
     of the fastest of them; peak_extra_mib the memory that each takes beyond the images, ours within memory_bound;
     rate_limit_error the greatest difference between a limit and what a relay saw pass in any 5 s, relative
-    (rate_limit_get_error: of a get). Needs some four times the size in memory, and on disk ten times that and
-    five times more with each repeat.
+    (rate_limit_get_error: of a get). Needs some four times the size in memory, and on disk five times that, and
+    as much more with each repeat.
     """
 
     def runner(tell: Tell) -> dict[str, Any]:
@@ -344,10 +344,12 @@ def _s3_text(found: dict[str, Any]) -> str:
             table(headers, rows, right=tuple(range(2, 8))),
             f"speed over the fastest rival's: put {found['put_vs_best_rival']:.2f}, "
             f"get {found['get_vs_best_rival']:.2f}",
-            f"everstep's memory is bounded by {bound['put_mib']:.0f} MiB of parts, "
-            f"{bound['get_mib']:.0f} MiB of pieces",
-            f"limit of {human_bytes(int(rate['bytes_per_s']))}/s, in any {rate['window_s']:g} s: "
-            f"off by {found['rate_limit_error']:.1%} (put), {found['rate_limit_get_error']:.1%} (get)",
+            f"everstep may take {bound['put_mib']:.0f} MiB for parts, {bound['get_mib']:.0f} MiB for pieces",
+            f"limit of {human_bytes(int(rate['limit']))}/s, in any {rate['window_s']:g} s: "
+            + ", ".join(
+                f"{order} {human_bytes(int(rate[order]['least']))}/s to {human_bytes(int(rate[order]['greatest']))}/s"
+                for order in ("put", "get")
+            ),
             *(f"left out: {way}: {why}" for way, why in found["left_out"].items()),
             f"{m['cores']} cores, load {found['load_before']:.1f} before, Python {m['python']}, {m['file_system']}",
             found["checked"],
