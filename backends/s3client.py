@@ -28,7 +28,7 @@ from .errors import Permanent
 from .limit import Gate
 from .retry import repeat
 from .s3body import Flow
-from .s3errors import Expired, from_s3_error
+from .s3errors import Expired, Stale, from_s3_error
 from .s3writer import Room, base64_md5
 
 T = TypeVar("T")
@@ -121,6 +121,11 @@ class S3Client:
             nonlocal renewed
             line = await self._line(own, name)
             try:
+                return await self._ask(own, line, name, attempt)
+            except Stale:
+                if renewed:
+                    raise
+                renewed = True
                 return await self._ask(own, line, name, attempt)
             except Expired:
                 if renewed or (line is own.line and time.monotonic() - own.renewed_at < RENEW_S):

@@ -19,7 +19,11 @@ CAUSE_CHARS_MAX = 300
 
 
 class Expired(Permanent):
-    """Credentials, or a signature, that are not, or no longer, taken: new ones may be."""
+    """Credentials that are not, or no longer, taken: new ones may be."""
+
+
+class Stale(Permanent):
+    """A signature that is too old: where a machine slept, or its clock has been set right since, a new one is taken."""
 
 
 class PartLost(BackendError):
@@ -32,8 +36,7 @@ _EXPIRED = frozenset(
 
 _CODES: dict[str, type[BackendError]] = {
     **dict.fromkeys(_EXPIRED, Expired),
-    # A signature is too old where a machine slept, or its clock has been set right since.
-    "RequestTimeTooSkewed": Expired,
+    "RequestTimeTooSkewed": Stale,
     "NoSuchKey": NotFound,
     "NoSuchUpload": NotFound,  # (Ceph says NoSuchKey of it.)
     "InvalidPart": PartLost,

@@ -3,8 +3,10 @@ tried until it arrives, with what the network has taken already."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,18 +128,27 @@ def test_a_root_goes_on_with_new_credentials(
     s3_server: S3Server, proxy: S3Proxy, credentials: Credentials
 ) -> None:
     url, state = s3_server.url(), kit.tensors(2, nbytes=BIG_BYTES)
-    with kit.opened(url, s3_server, storage_options={"endpoint_url": proxy.endpoint}) as ckpt:
+    keep: dict[str, Any] = {"failures_max": None}
+    with kit.opened(url, s3_server, storage_options={"endpoint_url": proxy.endpoint}, policy=keep) as ckpt:
         ckpt.load(state)
         ckpt.step(1, state)
         proxy.faults = [credentials.run_out_at_part(3)]
         with pytest.raises(errors.SaveFailed, match="expired"):
             ckpt.save(1, state).wait(timeout_s=rounds.WAIT_S)
         credentials.renew()
-        state["w"][0] = 2
-        ckpt.step(2, state)
-        ckpt.save(2, state).wait(timeout_s=rounds.WAIT_S)
+        step = 1
+        while True:  # they are read again every few seconds at most, and flushes fail until then
+            step += 1
+            state["w"][0] = step
+            ckpt.step(step, state)
+            handle = ckpt.save(step, state)
+            with contextlib.suppress(errors.SaveFailed):
+                handle.wait(timeout_s=rounds.WAIT_S)
+                break
+            assert step < 1000
+            time.sleep(0.1)
     assert torch.equal(everstep.load(url, storage_options=s3_server.storage_options)["w"], state["w"])
-    assert kit.checkpoints(s3_server, kit.url_with_endpoint(s3_server, url)) == [2]
+    assert kit.checkpoints(s3_server, kit.url_with_endpoint(s3_server, url)) == [step]
     code, said = kit.command(s3_server, "gc", kit.url_with_endpoint(s3_server, url), "--older-than", "0s")
     assert (code, kit.uploads(s3_server, url)) == (0, []), said
 
