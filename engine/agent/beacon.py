@@ -27,6 +27,7 @@ from everstep.store.beacons import read_beacons
 
 from .guard import SameRun
 from .members import Member
+from .waiting import happened
 
 if TYPE_CHECKING:
     from .service import Service
@@ -81,8 +82,7 @@ class Beacons:
         while True:
             beacon = self.now()
             pause = self._service.settings.heartbeat_s if beacon is None else beacon.interval_s
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), pause)
+            if await happened(self._changed, pause):
                 self._changed.clear()
                 if self._quiet:
                     continue

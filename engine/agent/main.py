@@ -130,6 +130,7 @@ async def _serve(
     from . import places
     from .server import Server
     from .service import Service
+    from .waiting import happened
 
     log = logging.getLogger("everstep.agent")
     inode = (settings.runtime_dir / places.SOCKET).stat().st_ino
@@ -156,8 +157,7 @@ async def _serve(
     log.info("serving %s (epoch %d)", settings.root, journal.epoch)
     ready()
     while not service.stopped.is_set():
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(service.stopped.wait(), OFFICE_LOOK_S)
+        await happened(service.stopped, OFFICE_LOOK_S)
         if not places.in_office(settings.runtime_dir, lock, inode):
             log.error("lock or socket was removed or replaced; leaving")
             service.leave()

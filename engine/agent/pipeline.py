@@ -38,6 +38,7 @@ from .storage import Fence, in_our_words, patiently
 from .uploads import Uploads, is_the_roots, pause_after
 from .values import Progress
 from .verdict import GIVEN_UP, error_of, findings, given_up, ranks_missing, stage_of, superseded
+from .waiting import happened
 
 log = logging.getLogger("everstep.agent")
 
@@ -409,9 +410,7 @@ class Pipeline:
                 since = time.monotonic()
             await self._check_missing(flush, voted, since)
             pause = max(pause, POLL_PAUSES * (time.monotonic() - began))  # a slow store is asked more seldom
-            try:
-                await asyncio.wait_for(flush.changed.wait(), pause)
-            except asyncio.TimeoutError:
+            if not await happened(flush.changed, pause):
                 pause = min(2 * pause, POLL_FLAT_MAX_S if self.backend.capabilities.flat else POLL_MAX_S)
         return None
 

@@ -9,7 +9,6 @@ loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -20,6 +19,7 @@ from everstep.errors import Damaged, Pruned
 
 from .flushes import Flush, Job
 from .journal import VOTED
+from .waiting import happened
 
 WAITING_MAX = 2
 """Steps that wait behind the one that is being uploaded; of more, the oldest is given up."""
@@ -106,8 +106,7 @@ class Uploads:
                 self._drop(flush)
                 return
             self._wake.clear()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), pause_after(self._failures))
+            await happened(self._wake, pause_after(self._failures))
 
     def _waiting(self) -> list[Flush]:
         """Steps that wait, the oldest first."""

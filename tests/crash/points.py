@@ -112,6 +112,7 @@ KILLS = [
 ]
 
 _S3 = "an upload by parts: tests/s3/test_run_life.py"
+_MIRROR = "a copy to another place: tests/mirror/test_crash.py"
 _PEERS = "between agents of several nodes: tests/peers and tests/nodes"
 ELSEWHERE = {
     "rotate.deleted.tombstone": "a tombstone stays for an hour: tests/store/test_crash.py",
@@ -124,6 +125,12 @@ ELSEWHERE = {
     "peers.offered": _PEERS,
     "peers.sending": _PEERS,
     "peers.sent.before": _PEERS,
+    **dict.fromkeys(("agent.staged", "agent.upload"), "a tier of the node's own: tests/nvme"),
+    **dict.fromkeys(("mirror.rank", "mirror.ranks", "mirror.settled"), "further tiers: tests/tiers"),
+    **dict.fromkeys([f"mirror.image.{at}" for at in ("piece", "done")], _MIRROR),
+    **dict.fromkeys(
+        [f"mirror.{what}.{at}" for what in ("vote", "manifest") for at in ("before", "after")], _MIRROR
+    ),
     **dict.fromkeys(("s3.upload.after", "s3.part.after", "s3.complete.before", "s3.complete.after"), _S3),
 }
 """Points that this run does not reach, and where they are tested."""

@@ -297,7 +297,7 @@ def train(root: Path, expected: int | None, steps: tuple[int, ...]) -> None:
         for step in steps:
             with torch.no_grad():
                 model.weight.fill_(step)
-            ckpt.save(step, state).wait(30)
+            ckpt.save(step, state).wait(timeout_s=30)
 
 
 def test_a_copy_loads_and_is_gone_on_with(trained: Path, tmp_path: Path) -> None:

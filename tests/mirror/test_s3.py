@@ -184,7 +184,7 @@ def test_a_copy_on_the_server_is_loaded_and_gone_on_with(
             assert ckpt.load(state) == expected
             with torch.no_grad():
                 model.weight.fill_(step)
-            ckpt.save(step, state).wait(60)
+            ckpt.save(step, state).wait(timeout_s=60)
 
     train(tmp_path / "run", None, 1)
     url = server.url()

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from everstep.backends.api import Notes
 from everstep.backends.errors import NoSpace, Retryable
 from everstep.backends.files import LocalBackend
 from everstep.errors import Damaged, SaveAbandoned, SaveFailed, StorageFull, UsageError
@@ -112,12 +113,12 @@ def test_a_failing_backend_leaves_no_vote_and_the_attempt_can_be_done_again(
         real = backend.open_writer
         left = 2
 
-        async def failing(name: str, nbytes: int) -> object:
+        async def failing(name: str, nbytes: int, notes: Notes | None = None) -> object:
             nonlocal left
             left -= 1
             if left == 0:
                 raise raised
-            return await real(name, nbytes)
+            return await real(name, nbytes, notes)
 
         backend.open_writer = failing  # type: ignore[method-assign, assignment]
         with pytest.raises(expected) as caught:
