@@ -234,7 +234,12 @@ class S3Backend:
         """All pages of a listing; each is a request of its own, and none is kept."""
         more: dict[str, Any] = {}
         while True:
-            page = await self.client.call(name, "list_objects_v2", Bucket=self._bucket, **arguments, **more)
+            try:
+                page = await self.client.call(
+                    name, "list_objects_v2", Bucket=self._bucket, **arguments, **more
+                )
+            except NotFound as error:  # an empty listing is an answer, too; this is none of an S3 server
+                raise Permanent(name, f"no S3 server answers there: {error.cause}") from error
             yield page
             if not page.get("IsTruncated"):
                 return

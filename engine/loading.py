@@ -22,7 +22,7 @@ from .discovery import (
     Proposals,
     find_run,
 )
-from .errors import Damaged, EverstepError, NoCheckpoint, NotARun, Pruned
+from .errors import CannotTell, Damaged, EverstepError, NoCheckpoint, NotARun, Pruned
 from .format.manifest import Manifest
 from .format.records import RunRecord
 from .memory.arena import Arena
@@ -33,7 +33,7 @@ from .reading import Filled, Reading
 from .staged import finish_staged
 from .store.blocking import run_blocking
 from .store.catalog import list_step, read_decision
-from .store.sources import DurableSource, Source
+from .store.sources import TIER, DurableSource, Source
 from .store.staged import near_source
 
 log = logging.getLogger("everstep")
@@ -49,8 +49,8 @@ class Recovery:
 
     ``sources`` are the bytes that this rank read of images (whole chunks, so a little more than ``nbytes``), by where
     they lay: "own" (arenas of this node's ranks), "held" (what this node holds for others), "peer" (another node's
-    memory), "rebuilt" (from parity), "node" (this node's own tier), "disk". ``fallbacks`` are what the nearest holder
-    did not give rightly, and who gave it instead."""
+    memory), "rebuilt" (from parity), "node" (this node's own tier), "disk" (the run's root), "tier" (a further one).
+    ``fallbacks`` are what the nearest holder did not give rightly, and who gave it instead."""
 
     step: int
     incarnation: int
@@ -192,7 +192,17 @@ class Loader:
         """In the nearest place that has it, and which that is. Raises what the root says, and where it has none, what
         any other says."""
         for number, place in enumerate(self._places):
-            run = find_run(place)
+            try:
+                run = find_run(place)
+            except CannotTell as error:
+                if number == 0:
+                    raise
+                raise CannotTell(
+                    f"{self._backend.url} has no run, and a tier cannot be asked whether it has one: {error.message}",
+                    found=error.found,
+                    expected="an answer, for what lies there may be all that is left of the run",
+                    hint=f"If there was none, start without {place.url}, and add it later",
+                ) from error
             if run is not None:
                 return number, run
         return 0, None
@@ -304,7 +314,9 @@ class Loader:
         problem: EverstepError | None = None
         for number in candidate.places:
             try:
-                sources.append(open_durable(self._places[number], run, candidate.key))
+                source = open_durable(self._places[number], run, candidate.key)
+                source.kind = TIER if number else source.kind
+                sources.append(source)
             except EverstepError as error:  # the next holder may do
                 problem = problem or error
         if problem is not None and not sources:

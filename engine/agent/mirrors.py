@@ -34,6 +34,7 @@ from .journal import MirrorEntry
 from .rotation import Rotator
 from .storage import Fence, in_our_words, patiently
 from .values import Progress, TierSettings
+from .waiting import happened
 
 log = logging.getLogger("everstep.agent")
 
@@ -164,6 +165,8 @@ class Line:
         self._waiting: deque[MirrorEntry] = deque()
         self._now: MirrorEntry | None = None
         self._wake = asyncio.Event()
+        self._more = asyncio.Event()
+        """More of the ranks of what is under way asked for it."""
         self._failures = 0
         self._error: str | None = None
         self._newest: Key | None = None
@@ -188,7 +191,9 @@ class Line:
 
     def _add(self, entry: MirrorEntry) -> None:
         """After a restart the journal and each of the trainers may name the same one."""
-        if self._now is not None and self._now.key == entry.key and {*entry.ranks} <= {*self._now.ranks}:
+        if self._now is not None and self._now.key == entry.key:
+            self._now = self._now.joined(entry.ranks)
+            self._more.set()
             return
         for at, known in enumerate(self._waiting):
             if known.key == entry.key:
@@ -275,11 +280,16 @@ class Line:
                 f"step {entry.step} is not mirrored: the root does not have it any more", step=entry.step
             )
         await patiently(lambda: copy_records(self._root, self._backend))
-        await self._ranks(entry, manifest, entry.ranks)
-        reach("mirror.ranks", str(entry.step))
+        seen: set[int] = set()
         missing: list[int] = []
         since, pause = time.monotonic(), POLL_FIRST_S
         while True:
+            # Each rank of this node asks for itself, also when this is under way.
+            mine = self._now.ranks if self._now is not None else entry.ranks
+            if new := sorted({*mine} - seen):
+                await self._ranks(entry, manifest, new)
+                seen.update(new)
+                reach("mirror.ranks", str(entry.step))
             decision = await patiently(lambda: conclude(self._root, self._backend, manifest))
             if decision is not None:
                 return decision
@@ -290,7 +300,8 @@ class Line:
                 log.warning("step %d: mirroring ranks %s of other nodes, too", entry.step, found)
                 await self._ranks(entry, manifest, found)
                 since = time.monotonic()
-            await asyncio.sleep(pause)
+            await happened(self._more, pause)
+            self._more.clear()
             pause = min(2 * pause, POLL_MAX_S)
 
     async def _ranks(self, entry: MirrorEntry, manifest: Manifest, ranks: Sequence[int]) -> None:

@@ -39,9 +39,10 @@ PEER = "peer"
 REBUILT = "rebuilt"
 NODE = "node"
 DISK = "disk"
-KINDS = (OWN, HELD, PEER, REBUILT, NODE, DISK)
+TIER = "tier"
+KINDS = (OWN, HELD, PEER, REBUILT, NODE, DISK, TIER)
 """Where bytes of a load come from: this node's own ranks' slots, what it holds for other nodes, another node's memory,
-parity, the node's own tier, a durable tier that all nodes see."""
+parity, the node's own tier, the run's root, a further tier."""
 
 
 class Mapped(Protocol):
@@ -118,7 +119,7 @@ class Scattering(Protocol):
 class DurableSource:
     """A checkpoint on a backend, as its manifest names it."""
 
-    kind = DISK
+    kind: str = DISK
 
     def __init__(
         self, backend: Backend, manifest: Manifest, chunk_bytes: int, label: str | None = None

@@ -78,6 +78,7 @@ def test_a_root_that_is_lost_is_gone_on_with_from_the_tier(root: Path, tmp_path:
     with opened(root, tiers=[everstep.Tier(far, keep_last=100)]) as ckpt:
         assert ckpt.load(training.state) == 3
         assert same_bits(training.weights(), weights[3])
+        assert ckpt.recovery is not None and set(ckpt.recovery.sources) == {"tier"}
         assert not (root / "run.json").exists()  # a load writes nothing
         training.step()
         ckpt.save(4, training.state).wait("file")
@@ -99,7 +100,10 @@ def test_a_tier_that_cannot_be_asked_stops_nobody(root: Path, tmp_path: Path) ->
         with pytest.warns(RuntimeWarning, match="far"):
             assert ckpt.load(training.state) == 2
         assert same_bits(training.weights(), weights[2])
-        ckpt._farther.clear()
+    shutil.rmtree(root)
+    with opened(root, tiers=[everstep.Tier(far)]) as ckpt:
+        with pytest.raises(errors.EverstepError, match="far"):
+            ckpt.load(training.state)
 
 
 @pytest.mark.parametrize("fault", ["damaged", "missing", "vote", "layout", "all"])

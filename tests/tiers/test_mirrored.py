@@ -15,7 +15,7 @@ from everstep.backends.errors import Permanent
 from everstep.backends.faults import Fault
 from everstep.cli.main import main
 
-from tests.facade.kit import Storage, Training, opened, same_bits, steps_on_disk, until
+from tests.facade.kit import Storage, Training, opened, same_bits, steps_on_disk, torchrun, until
 
 
 def tree(root: Path) -> dict[str, bytes]:
@@ -229,3 +229,29 @@ def test_an_agent_that_is_killed_is_followed_by_one_that_goes_on(
     assert job.end()[0] == 0
     assert tree(tmp_path / "far") == tree(root)
     assert steps_on_disk(tmp_path / "far") == [1, 2]
+
+
+ONE_BY_ONE = """
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+tier = everstep.Tier(sys.argv[2], name="far", every=100)
+ckpt = everstep.Checkpointer(
+    root, tiers=[tier], policy=policy(full_every=1, on_slow="wait", commit_timeout_s=300.0, linger_s=1.0)
+)
+state = {"x": torch.full((1000,), float(rank))}
+ckpt.load(state)
+for step in (1, 2):
+    state["x"] += 1
+    ckpt.step(step, state).wait()
+until(lambda: ckpt.status()["tiers"][0]["newest"] == 1, "the first")
+torch.distributed.barrier()
+if rank == 1:  # the tier waits for this rank by then
+    until(lambda: ckpt.status()["tiers"][0]["owed"] == [2], "the other rank's last step")
+ckpt.close()
+"""
+
+
+def test_ranks_that_ask_one_after_the_other_do_not_wait_for_each_other(root: Path, tmp_path: Path) -> None:
+    far = tmp_path / "far"
+    torchrun(ONE_BY_ONE, root, far)
+    until(lambda: steps_on_disk(far) == [1, 2], "the last step", timeout_s=60)

@@ -91,7 +91,8 @@ def test_ranks_that_ask_one_by_one_are_seen_to_together(
         line.owe([entry(1)])
         await asyncio.sleep(0)
         line.owe([entry(2, 0), entry(2, 1), entry(2, 0)])
-        assert [one.ranks for one in line.leave()] == [(0,), (0, 1)]
+        line.owe([entry(1, 1)])
+        assert [one.ranks for one in line.leave()] == [(0, 1), (0, 1)]
 
     on_a_line(tmp_path, monkeypatch, act)
     journal = LmdbJournal(tmp_path / "journal")
