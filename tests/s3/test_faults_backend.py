@@ -73,7 +73,7 @@ class Stage:
     def _judge(self, kind: Kind, place: Place, error: BaseException | None) -> None:
         """Of a fault that goes on."""
         if error is None:
-            assert not kind.always or place.operation in MAY_FAIL_UNTOLD, "not told"
+            assert not kind.harms or place.operation in MAY_FAIL_UNTOLD, "not told"
         else:
             assert isinstance(error, kind.always), repr(error)
 
