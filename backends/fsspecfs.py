@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import inspect
 import os
 import threading
@@ -262,6 +263,8 @@ class FsspecBackend:
 
     def _file_system(self) -> AbstractFileSystem:
         if os.getpid() != self._pid:
+            # The parent's is not even collected here: its sockets are watched by the parent's loop.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._fs))
             self._lock, self._pool = threading.Lock(), None
             self._fs, self._root = self._make()
             self._pid = os.getpid()

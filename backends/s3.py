@@ -16,7 +16,6 @@ from .localfs import check_prefix
 from .parallel import each
 from .s3body import Body, Flow, receive
 from .s3client import Line, S3Client
-from .s3errors import NoUpload
 from .s3writer import PART_BYTES, S3Writer, base64_md5, check_etag, etag_of
 
 RANGE_BYTES = 8 << 20
@@ -294,7 +293,7 @@ class S3Backend:
                 return None
             try:
                 parts = await self.parts(name, upload)
-            except NoUpload:  # ended meanwhile
+            except NotFound:  # ended meanwhile
                 return None
             return Item(f"{name}{_UPLOAD}{upload}", sum(size for _, size, _ in parts), _moment(begun))
 
@@ -320,7 +319,7 @@ class S3Backend:
                 raise Retryable(start, "a listing of uploads that does not go on")
 
     async def parts(self, name: str, upload: str) -> Parts:
-        """The parts that the server has; NoUpload if it has no such upload."""
+        """The parts that the server has; NotFound if it has no such upload."""
         found: Parts = []
         marker = 0
         while True:
@@ -354,7 +353,7 @@ class S3Backend:
                 await self.client.call(name, "abort_multipart_upload", **self.target(name), UploadId=upload)
                 if not await self.parts(name, upload):
                     return
-            except NoUpload:
+            except NotFound:
                 return
         raise Retryable(name, f"an upload still has parts after it was aborted {ABORTS_MAX} times")
 

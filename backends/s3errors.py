@@ -22,10 +22,6 @@ class Expired(Permanent):
     """Credentials that are not, or no longer, taken: new ones may be."""
 
 
-class NoUpload(NotFound):
-    """A multipart upload that was completed, aborted, or never was."""
-
-
 class PartLost(BackendError):
     """A part that was sent, and that the server says it does not have."""
 
@@ -37,7 +33,7 @@ _EXPIRED = frozenset(
 _CODES: dict[str, type[BackendError]] = {
     **dict.fromkeys(_EXPIRED, Expired),
     "NoSuchKey": NotFound,
-    "NoSuchUpload": NoUpload,
+    "NoSuchUpload": NotFound,  # (Ceph says NoSuchKey of it.)
     "InvalidPart": PartLost,
     "InvalidPartOrder": PartLost,
     "EntityTooSmall": PartLost,

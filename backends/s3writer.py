@@ -16,7 +16,7 @@ from .errors import BackendError, NotFound, Permanent, Retryable
 from .parallel import ended
 from .points import reach
 from .s3body import Body, Flow
-from .s3errors import NoUpload, PartLost
+from .s3errors import PartLost
 
 if TYPE_CHECKING:
     from .s3 import S3Backend
@@ -213,7 +213,7 @@ class S3Writer:
 
         try:
             self._etags[number], comparable = await self._client.do(self._name, attempt)
-        except NoUpload as error:
+        except NotFound as error:
             raise Retryable(self._name, "the upload was aborted by others") from error
         self._comparable = self._comparable and comparable
         self.parts_sent += 1
@@ -250,7 +250,7 @@ class S3Writer:
         try:
             for number, _, etag in await self._backend.parts(self._name, upload):
                 self._there.setdefault(number, set()).add(etag)
-        except NoUpload:
+        except NotFound:
             return None
         return upload
 
@@ -281,7 +281,7 @@ class S3Writer:
                 UploadId=self._upload,
                 MultipartUpload={"Parts": parts},
             )
-        except NoUpload:  # completed, if an answer was lost; what is there will tell
+        except NotFound:  # completed, if an answer was lost; what is there will tell
             answer = {}
         except PartLost as error:
             raise Retryable(self._name, f"the server lost a part: {error.cause}") from error

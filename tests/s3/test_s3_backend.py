@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import pickle
@@ -29,7 +30,7 @@ from everstep.backends.errors import (
 from everstep.backends.limit import SLICE_BYTES
 from everstep.backends.open import open_backend
 from everstep.backends.s3 import GATED_RANGE_BYTES, S3Backend
-from everstep.backends.s3client import Line
+from everstep.backends.s3client import READ_S, Line
 from everstep.backends.s3errors import from_s3_error, retry_after_s
 
 from .kit import Trouble, answer, opened, trouble
@@ -235,6 +236,12 @@ def test_what_a_deletion_says_of_single_names(s3_server: S3Server) -> None:
 
         return given
 
+    def sums(request: Any) -> None:
+        checksums.append(
+            [name for name in request.headers if "md5" in name.lower() or "checksum" in name.lower()]
+        )
+
+    checksums: list[list[str]] = []
     prefix: list[str] = []
     slow = Trouble("DeleteObjects", given=told("SlowDown"))
 
@@ -249,8 +256,10 @@ def test_what_a_deletion_says_of_single_names(s3_server: S3Server) -> None:
             await backend.delete(["a", "b"])
         assert caught.value.name == "b"
 
-    run(s3_server, story, slow, Trouble("DeleteObjects", nth=3, times=9, given=told("AccessDenied")))
+    denied = Trouble("DeleteObjects", nth=3, times=9, given=told("AccessDenied"))
+    run(s3_server, story, slow, denied, Trouble("DeleteObjects", times=9, changed=sums))
     assert slow.met >= 3
+    assert checksums == [["Content-MD5"]] * len(checksums), "the one checksum that every server knows"
 
 
 # -- who may ---------------------------------------------------------------------------------------------
@@ -439,6 +448,7 @@ def test_a_forked_child_makes_its_own_connections(s3_server: S3Server) -> None:
 
             async def inside() -> None:
                 assert await backend.read("a") == b"parent"
+                gc.collect()
                 await backend.write("b", b"child")
                 await backend.close()
 
@@ -449,7 +459,9 @@ def test_a_forked_child_makes_its_own_connections(s3_server: S3Server) -> None:
         os._exit(status)
     _, status = os.waitpid(child, 0)
     assert status == 0
+    began = time.monotonic()
     assert loop.run_until_complete(backend.read("b")) == b"child"
+    assert time.monotonic() - began < READ_S / 2, "the connection is still heard"
     loop.run_until_complete(backend.close())
     loop.close()
 
