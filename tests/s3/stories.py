@@ -456,4 +456,5 @@ def hasty(patch: pytest.MonkeyPatch) -> None:
     """Clients come back at once, and give up earlier, than they do in earnest."""
     patch.setattr(s3client, "WAIT_S_FIRST", 0.01)
     patch.setattr(s3client, "WAIT_S_MAX", 0.05)
+    patch.setattr(s3client, "RENEW_S", 0.0)
     patch.setitem(s3client.S3Client.do.__kwdefaults__, "tries_max", TRIES)
