@@ -227,7 +227,7 @@ def test_far_servers_are_asked_in_parallel(proxy: S3Proxy, s3_server: S3Server) 
     """Where each request takes its time, parts and ranges are under way side by side."""
 
     async def main() -> None:
-        data = random.Random(1).randbytes(8 * PART)
+        data = random.Random(1).randbytes(5 * PART)
         backend = open_through(proxy, s3_server, s3_server.url())
         try:
             proxy.link.delay_s = DELAY_S
