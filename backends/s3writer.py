@@ -150,7 +150,7 @@ class S3Writer:
     async def abort(self) -> None:
         """Leave no trace; does nothing after a commit. An upload that cannot be aborted within ``ABORT_S`` seconds
         stays as a leftover."""
-        if not self._done and self._error is None:
+        if not self._done:
             await self._fail(Permanent(self._name, "this writer was aborted"))
 
     # -- parts -----------------------------------------------------------------------------------------

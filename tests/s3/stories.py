@@ -343,7 +343,8 @@ Told = Answer | Callable[[Request, bytes], Answer]
 @dataclass(frozen=True)
 class Kind:
     """One sort of fault: ``once`` lists what may be told if it happens once (beside success), ``always`` what must be
-    told if it goes on (empty: success is right). ``fits`` says at which places it can strike."""
+    told if it goes on (empty: success is right). ``fits`` says at which places it can strike; ``harms``: it cannot go
+    on without being told of."""
 
     name: str
     what: What
@@ -351,6 +352,7 @@ class Kind:
     once: Errors = (Retryable,)
     always: Errors = (Retryable,)
     fits: Callable[[Place], bool] = lambda place: True
+    harms: bool = True
 
     def fault(self, place: Place, *, goes_on: bool = False) -> Fault:
         times = FOREVER if goes_on else 1
@@ -410,9 +412,9 @@ KINDS: dict[str, Kind] = {
             network.deletes_refused,
             fits=lambda place: place.operation == "DeleteObjects",
         ),
-        Kind("twice", "twice", always=()),
-        Kind("flip-up", "flip_up", always=(Retryable, Permanent), fits=_sends),
-        Kind("flip-down", "flip_down", always=(Retryable, Permanent), fits=_flips_down),
+        Kind("twice", "twice", always=(), harms=False),
+        Kind("flip-up", "flip_up", always=(Retryable, Permanent), fits=_sends, harms=False),
+        Kind("flip-down", "flip_down", always=(Retryable, Permanent), fits=_flips_down, harms=False),
     )
 }
 
@@ -454,4 +456,5 @@ def hasty(patch: pytest.MonkeyPatch) -> None:
     """Clients come back at once, and give up earlier, than they do in earnest."""
     patch.setattr(s3client, "WAIT_S_FIRST", 0.01)
     patch.setattr(s3client, "WAIT_S_MAX", 0.05)
+    patch.setattr(s3client, "RENEW_S", 0.0)
     patch.setitem(s3client.S3Client.do.__kwdefaults__, "tries_max", TRIES)

@@ -121,6 +121,28 @@ def test_closing_ends_a_stalled_upload(proxy: S3Proxy, s3_server: S3Server) -> N
     asyncio.run(main())
 
 
+def test_a_part_that_failed_unseen_leaves_no_upload(proxy: S3Proxy, s3_server: S3Server) -> None:
+    """Whoever gives an upload up after a part has failed, and before anybody was told, ends the upload, too."""
+
+    async def main() -> None:
+        truth = Truth(s3_server, s3_server.url())
+        backend = open_through(proxy, s3_server, truth.url)
+        try:
+            proxy.faults = [Fault("answer", is_part, answer=network.ACCESS_DENIED)]
+            writer = await backend.open_writer("d/big", 3 * PART)
+            await writer.write(memoryview(bytes(PART)))
+            with pytest.raises(Permanent, match="AccessDenied"):
+                for _ in range(int(WAIT_S * 1000)):
+                    await asyncio.sleep(0.001)
+                    await writer.write(memoryview(b""))
+            await writer.abort()
+            assert truth.uploads() == []
+        finally:
+            await backend.close()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("answer", [network.NO_SUCH_BUCKET, network.ACCESS_DENIED], ids=["bucket", "denied"])
 def test_what_cannot_be_helped_is_told_at_once(
     proxy: S3Proxy, s3_server: S3Server, answer: network.Answer
@@ -205,7 +227,7 @@ def test_far_servers_are_asked_in_parallel(proxy: S3Proxy, s3_server: S3Server) 
     """Where each request takes its time, parts and ranges are under way side by side."""
 
     async def main() -> None:
-        data = random.Random(1).randbytes(8 * PART)
+        data = random.Random(1).randbytes(5 * PART)
         backend = open_through(proxy, s3_server, s3_server.url())
         try:
             proxy.link.delay_s = DELAY_S

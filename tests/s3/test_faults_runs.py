@@ -39,7 +39,7 @@ CHUNK = 1 << 20
 BIG = PART_BYTES + 5
 """Bytes of the tensor that makes an image of two parts."""
 
-SAMPLES = 4
+SAMPLES = 2
 """Strikes of the fast suite, of each story."""
 
 
