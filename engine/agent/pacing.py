@@ -14,7 +14,7 @@ from everstep.plan.pace import Adaptive, Fixed, governor, parse_rate
 from .members import Member
 from .protocol import Loading, Noted
 from .server import Peer
-from .turnstile import REQUESTS_MAX, Lane, Turnstile, Urgency
+from .turnstile import Lane, Turnstile, Urgency
 from .watch import Watch
 
 log = logging.getLogger("everstep.agent")
@@ -67,11 +67,10 @@ class Pacing:
         *,
         link: str = "",
         urgency: Urgency = Urgency.MIRROR,
-        requests_max: int = REQUESTS_MAX,
     ) -> Lane:
         """The lane of a further tier. Raises BadOption."""
         rules = governor(parse_rate(rate, f"rate of {name}"))
-        return self.turnstile.lane(name, urgency, rules, link=link, requests_max=requests_max)
+        return self.turnstile.lane(name, urgency, rules, link=link)
 
     async def run(self) -> None:
         """Tell adaptive governors of the trainers' steps, until cancelled."""

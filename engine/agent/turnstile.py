@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from everstep.backends.limit import LOOK_S, TokenBucket
@@ -21,8 +20,6 @@ PASSED_OVER_S = 9.0
 TURN_S = 1.0
 AT_WORK_S = 1.0
 """A lane that let something through is taken to go on with it for so long."""
-REQUESTS_MAX = 8
-"""Requests of one lane that are under way at once, unless it is told otherwise."""
 
 
 class Urgency(enum.IntEnum):
@@ -55,10 +52,9 @@ class Turnstile:
         governor: Governor,
         *,
         link: str = "",
-        requests_max: int = REQUESTS_MAX,
     ) -> Lane:
         """A new lane, until it is closed. What goes over another ``link`` (disk, network) is in nobody's way."""
-        lane = Lane(self, name, urgency, governor, link, requests_max)
+        lane = Lane(self, name, urgency, governor, link)
         self.lanes.append(lane)
         return lane
 
@@ -81,7 +77,6 @@ class Lane:
         urgency: Urgency,
         governor: Governor,
         link: str,
-        requests_max: int,
     ) -> None:
         self.name = name
         self.link = link
@@ -91,7 +86,6 @@ class Lane:
         """Let through so far."""
         self._turnstile = turnstile
         self._bucket = TokenBucket(None, turnstile.clock, turnstile.sleep)
-        self._requests = asyncio.Semaphore(requests_max)
         self._waiting = 0
         self._last: float | None = None
         self._passed_over: float | None = None
@@ -123,12 +117,6 @@ class Lane:
         self.nbytes += nbytes
         self.governor.sent(self._last, nbytes)
         self._follow()
-
-    @asynccontextmanager
-    async def request(self) -> AsyncIterator[None]:
-        """One request that moves data; only so many are under way at once."""
-        async with self._requests:
-            yield
 
     def close(self) -> None:
         """Nobody else stands back for it any more."""

@@ -101,27 +101,6 @@ def test_no_lane_is_silent_for_long(rates: list[float | None], recovering: bool,
         assert silent <= PASSED_OVER_S + 2, name
 
 
-def test_only_so_many_requests_at_once() -> None:
-    turnstile = Turnstile()
-    most = now = 0
-
-    async def main() -> None:
-        lane = turnstile.lane("mirror", Urgency.MIRROR, Fixed(None), requests_max=3)
-
-        async def one() -> None:
-            nonlocal most, now
-            async with lane.request():
-                now += 1
-                most = max(most, now)
-                await asyncio.sleep(0)
-                now -= 1
-
-        await asyncio.gather(*(one() for _ in range(20)))
-
-    asyncio.run(main())
-    assert most == 3
-
-
 def test_a_lane_that_is_closed_holds_nobody_up() -> None:
     async def main(traffic: Traffic) -> None:
         root = traffic.lane("root", Urgency.ONLY_COPY, None)
