@@ -141,7 +141,7 @@ def test_former_saves_leave_nothing_but_records(left: Path) -> None:
     """A directory that was saved to many times holds one checkpoint's bytes."""
     root = left / "full"
     (attempt,) = root.glob("checkpoints/*/*/a*")
-    assert attempt.name == "a5"
+    assert int(attempt.name[1:]) >= 5
     assert not list(root.rglob(".tmp-*"))
 
 
