@@ -254,6 +254,8 @@ class S3Proxy:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task: Any = asyncio.current_task()
         writer.transport.set_write_buffer_limits(SEND_BUFFER_BYTES)
+        # asyncio does this only for sockets that were made with the protocol's number.
+        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._tasks.add(task)
         try:
             while not self.refusing and (head := await read_head(reader)) is not None:
