@@ -272,8 +272,8 @@ class S3Writer:
     # -- the end ---------------------------------------------------------------------------------------
 
     async def _finish(self) -> None:
-        """Send the last part, wait for all, complete the upload with exactly these, and look at what is there. The notes
-        stay: whoever is killed before the caller has used the object need not send it again."""
+        """Send the last part, wait for all, complete the upload with exactly these, and look at what is there. Notes
+        are kept: until the caller has made use of the object, it may have to be written once more."""
         if self._filled:
             await self._launch()
         if self._tasks:

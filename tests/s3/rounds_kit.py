@@ -155,7 +155,7 @@ class Killer:
             return False
 
     def look(self) -> bool:
-        """Kill where requests are held and the ones before them were answered; whether there is nothing left to kill."""
+        """Kill where requests are held and the ones before them were answered; whether nothing is left to kill."""
         with self._lock:
             kill = self._left[0] if self._left else None
             if kill is None or not kill.held or len(self._before) < kill.nth:
