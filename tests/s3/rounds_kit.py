@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from everstep.agent import link, places
 from everstep.backends.open import open_backend
+from everstep.backends.s3 import PROBE_NAME
 from everstep.backends.s3writer import PART_BYTES
 from everstep.format import names
 from everstep.format.manifest import Manifest
@@ -329,10 +330,9 @@ def manifests(url: str, server: S3Server | None = None) -> list[Manifest]:
 
 
 def of_run(tree: dict[str, bytes]) -> dict[str, bytes]:
-    """Without what writers say of themselves."""
-    return {
-        name: data for name, data in tree.items() if name.split("/")[0] not in ("events", "beacons", ".probe")
-    }
+    """Without what writers say of themselves: a killed agent's beacon, too, stays for a later incarnation to sweep."""
+    said = (names.EVENTS, names.LIVE, PROBE_NAME)
+    return {name: data for name, data in tree.items() if name.split("/")[0] not in said}
 
 
 def files(root: Path) -> dict[str, bytes]:
