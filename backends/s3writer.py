@@ -87,8 +87,8 @@ class S3Writer:
     """One object in the making. What is written is copied, so views may be reused at once.
 
     Whatever fails first ends it: later calls raise the same error, parts under way are cancelled, and the upload is
-    aborted. With ``notes`` the upload's id is kept in them: parts that the server has already, by their checksums,
-    are not sent."""
+    aborted. With ``notes`` the upload's id is kept in them, and the checksum that the object is to have: parts that the
+    server has already, by their checksums, are not sent, nor is an object that was completed."""
 
     def __init__(self, backend: S3Backend, name: str, nbytes: int, notes: Notes | None) -> None:
         self._backend = backend
@@ -106,6 +106,7 @@ class S3Writer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._making = asyncio.Lock()
         self._upload: str | None = None
+        self._stands = False  # the object was completed by a former writer
         self._there: dict[int, set[str]] = {}
         self._etags: dict[int, str] = {}
         self._digests: dict[int, bytes] = {}
@@ -196,7 +197,7 @@ class S3Writer:
     async def _send_part(self, number: int, data: memoryview) -> None:
         upload, digest = await self._begun(), await self._client.md5(data)
         self._digests[number] = digest
-        if digest.hex() in self._there.get(number, ()):
+        if self._stands or digest.hex() in self._there.get(number, ()):
             self._etags[number] = digest.hex()
             return
 
@@ -239,29 +240,40 @@ class S3Writer:
         return upload
 
     async def _resumed(self) -> str | None:
-        """The upload that the notes know, with the parts that it has; None if it cannot be gone on with."""
-        kept = self._notes.load() if self._notes is not None else None
-        upload = _upload_of(kept)
+        """The upload that the notes know, with the parts that it has, or as one whose object stands; None if it cannot
+        be gone on with."""
+        upload, etag, kept = _known(self._notes.load() if self._notes is not None else None)
         if upload is None:
             return None
-        if kept != self._note(upload):
+        if kept != self._note(upload, etag):
             await self._backend.abort_upload(self._name, upload)
             return None
         try:
-            for number, _, etag in await self._backend.parts(self._name, upload):
-                self._there.setdefault(number, set()).add(etag)
+            for number, _, found in await self._backend.parts(self._name, upload):
+                self._there.setdefault(number, set()).add(found)
         except NotFound:
-            return None
+            self._stands = bool(etag) and await self._is_there(etag)
+            return upload if self._stands else None
         return upload
 
-    def _note(self, upload: str) -> bytes:
+    async def _is_there(self, etag: str) -> bool:
+        """Whether an object of this size and checksum stands there."""
+        try:
+            found = await self._backend.head(self._name)
+        except NotFound:
+            return False
+        return int(found["ContentLength"]) == self._nbytes and etag_of(found) == etag
+
+    def _note(self, upload: str, etag: str = "") -> bytes:
+        """``etag``: what the object is to have, once it is about to be completed."""
         facts = {"upload": upload, "name": self._name, "nbytes": self._nbytes, "part_bytes": self._part_bytes}
-        return json.dumps(facts, sort_keys=True).encode()
+        return json.dumps({**facts, "etag": etag}, sort_keys=True).encode()
 
     # -- the end ---------------------------------------------------------------------------------------
 
     async def _finish(self) -> None:
-        """Send the last part, wait for all, complete the upload with exactly these, and look at what is there."""
+        """Send the last part, wait for all, complete the upload with exactly these, and look at what is there. Notes
+        are kept: until the caller has made use of the object, it may have to be written once more."""
         if self._filled:
             await self._launch()
         if self._tasks:
@@ -271,6 +283,15 @@ class S3Writer:
         count = -(-self._nbytes // self._part_bytes)
         if sorted(self._etags) != list(range(1, count + 1)):
             raise Retryable(self._name, f"{len(self._etags)} parts were sent of {count}")
+        told = "" if self._stands else await self._complete(count)
+        await self._verify(told)
+        if self._notes is not None and not self._comparable:
+            await self._notes.save(b"")
+
+    async def _complete(self, count: int) -> str:
+        """The object's checksum as the server says it; "" if it does not."""
+        if self._notes is not None and self._comparable and self._upload is not None:
+            await self._notes.save(self._note(self._upload, self._etag()))
         parts = [{"PartNumber": number, "ETag": f'"{self._etags[number]}"'} for number in range(1, count + 1)]
         reach("s3.complete.before", self._name)
         try:
@@ -286,9 +307,12 @@ class S3Writer:
         except PartLost as error:
             raise Retryable(self._name, f"the server lost a part: {error.cause}") from error
         reach("s3.complete.after", self._name)
-        await self._verify(etag_of(answer))
-        if self._notes is not None:
-            await self._notes.save(b"")
+        return etag_of(answer)
+
+    def _etag(self) -> str:
+        """The object's checksum, where those of parts are their MD5."""
+        digests = b"".join(self._digests[number] for number in sorted(self._digests))
+        return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(self._digests)}"
 
     async def _verify(self, told: str) -> None:
         """Whether the object that stands there now is the one that was sent: by size, and by checksum as far as the
@@ -302,8 +326,7 @@ class S3Writer:
             raise Retryable(self._name, f"{size} bytes are there after {self._nbytes} were sent")
         expected = told
         if self._comparable and _MD5S.fullmatch(etag):
-            digests = b"".join(self._digests[number] for number in sorted(self._digests))
-            expected = f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(self._digests)}"
+            expected = self._etag()
         if not expected or etag != expected:
             raise Retryable(
                 self._name, f"an object with checksum {etag or 'none'} is there, not the one sent"
@@ -346,14 +369,16 @@ def _interrupted(name: str, error: BaseException) -> BackendError:
     return Permanent(name, f"this writer was ended by {type(error).__name__}")
 
 
-def _upload_of(kept: bytes | None) -> str | None:
-    """The upload's id in notes; None where there is none."""
+def _known(kept: bytes | None) -> tuple[str | None, str, bytes]:
+    """The upload's id in notes, None where there is none; the checksum in them; and they themselves."""
+    kept = kept or b""
     try:
         facts = json.loads(kept or b"{}")
-        upload = facts.get("upload")
+        upload, etag = facts.get("upload"), facts.get("etag")
     except (ValueError, AttributeError):
-        return None
-    return upload if isinstance(upload, str) and upload else None
+        return None, "", kept
+    found = upload if isinstance(upload, str) and upload else None
+    return found, etag if isinstance(etag, str) else "", kept
 
 
 def base64_md5(digest: bytes) -> str:

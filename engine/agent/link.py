@@ -236,6 +236,9 @@ class Link:
             return
         self._start.close()
         self._start = None
+        if outcome == spawn.KILLED:  # lost like any other: the next one may live
+            self._lose("it ended while it started")
+            return
         if outcome not in (spawn.READY, spawn.TAKEN):
             self._go_down(AgentError("the agent could not be started", found=outcome))
             return

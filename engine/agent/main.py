@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -23,6 +24,8 @@ IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 OFFICE_LOOK_S = 2.0
 """How often the agent looks whether others can still find it."""
 SETTINGS_BYTES_MAX = 1 << 20
+SAID_BYTES_MAX = 2000
+"""Of what is told to whoever started us: it goes into a pipe at once."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,17 @@ def run(
 ) -> int:
     """Be the agent of ``settings.runtime_dir``, unless another process is (AgentError with ``stand_by``, as trainers of
     a node that is not spare are served there). Says on the descriptor ``ready`` how the start went, and closes it."""
+    starter = _Starter(ready)
+    try:
+        return _run(settings, starter, open_backend, stand_by)
+    except BaseException as error:
+        starter.hear(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _run(
+    settings: AgentSettings, starter: _Starter, open_backend: OpenBackend | None, stand_by: StandBy | None
+) -> int:
     import asyncio
     import logging
 
@@ -99,13 +113,13 @@ def run(
             hint="Wait until it has ended; simulated nodes need names of their own (--node)",
         )
     if lock is None:
-        _say(ready, TAKEN)
+        starter.hear(TAKEN)
         return 0
     listener = places.listen(settings.runtime_dir)
     journal = LmdbJournal(settings.runtime_dir / places.JOURNAL)
 
     def started() -> None:
-        _say(ready, READY)
+        starter.hear(READY)
 
     asyncio.run(_serve(settings, lock, listener, journal, open_backend or open_root, started, stand_by))
     logging.getLogger("everstep.agent").info("leaving")
@@ -123,7 +137,6 @@ async def _serve(
     stand_by: StandBy | None,
 ) -> None:
     import asyncio
-    import contextlib
     import logging
     import signal
 
@@ -172,7 +185,6 @@ async def _serve(
 def _step_back() -> None:
     """Training comes first: low CPU and I/O priority, for this thread and those that it starts. As far as
     allowed."""
-    import contextlib
     import ctypes
     import platform
 
@@ -183,10 +195,18 @@ def _step_back() -> None:
         ctypes.CDLL(None, use_errno=True).syscall(number, 1, 0, IOPRIO_BEST_EFFORT_LOWEST)
 
 
-def _say(ready: int, text: str) -> None:
-    if ready >= 0:
-        os.write(ready, text.encode() + b"\n")
-        os.close(ready)
+class _Starter:
+    """Whoever started us, and hears once how it went; he may have died since."""
+
+    def __init__(self, ready: int) -> None:
+        self._ready = ready
+
+    def hear(self, text: str) -> None:
+        ready, self._ready = self._ready, -1
+        if ready >= 0:
+            with contextlib.suppress(OSError):
+                os.write(ready, text.encode()[:SAID_BYTES_MAX] + b"\n")
+            os.close(ready)
 
 
 if __name__ == "__main__":

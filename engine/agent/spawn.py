@@ -28,11 +28,12 @@ REAP_S = 2.0
 READY = "ready"
 TAKEN = "taken"
 """Another process is the agent already."""
+KILLED = "killed"
+"""It ended without a word."""
 
 
 class Start:
-    """One start under way. ``outcome`` is None until it is known, then "ready", "taken" or what went
-    wrong."""
+    """One start under way. ``outcome`` is None until it is known, then READY, TAKEN, KILLED or what went wrong."""
 
     def __init__(self, process: subprocess.Popen[bytes], pipe: int, log: str) -> None:
         self._process = process
@@ -55,9 +56,7 @@ class Start:
             self._said += said
             if said and not self._said.endswith(b"\n"):
                 return None
-            self.outcome = (
-                self._said.decode(errors="replace").strip() or f"it ended at once; {self._log_tail()}"
-            )
+            self.outcome = self._said.decode(errors="replace").strip() or KILLED
         except BlockingIOError:
             if time.monotonic() > self._deadline:
                 self.outcome = f"it did not report within {START_S_MAX} s; {self._log_tail()}"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
 
 import pytest
-from everstep.agent import link, spawn
+from everstep.agent import link, places, spawn
+from everstep.agent.values import AgentSettings
 from everstep.errors import AgentError
 from everstep.memory.process import Process
 
@@ -233,6 +235,39 @@ def test_an_agent_that_stays_stopped_is_replaced(place: Place, monkeypatch: pyte
     trainer.save(1)
     assert trainer.verdict(1).stage == "committed"
     assert trainer.agent.status()["pid"] != agent.pid and not agent.alive()
+    trainer.agent.bye(timeout_s=10)
+
+
+def test_an_agent_that_is_killed_while_it_starts_is_followed_by_another(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: list[spawn.Start] = []
+    begin = spawn.start
+
+    def start(settings: AgentSettings) -> spawn.Start:
+        starts.append(begin(settings))
+        if len(starts) == 1:
+            os.killpg(starts[0]._process.pid, signal.SIGKILL)
+        return starts[-1]
+
+    monkeypatch.setattr(spawn, "start", start)
+    place.incarnation(world=1)
+    trainer = Trainer.make(place).connect()
+    trainer.save(1)
+    assert trainer.verdict(1).stage == "committed" and len(starts) == 2
+    trainer.agent.bye(timeout_s=10)
+
+
+def test_an_agent_outlives_whoever_started_it(place: Place) -> None:
+    """Also one that died before it could say that it serves."""
+    place.with_settings(linger_s=30.0).incarnation(world=1)
+    begun = spawn.start(place.settings)
+    os.close(begun._pipe)
+    log = place.settings.runtime_dir / places.LOG
+    until(lambda: log.exists() and "serving" in log.read_text(), "an agent")
+    found = re.search(r"agent (\d+) INFO serving", log.read_text())
+    trainer = Trainer.make(place).connect()
+    assert found is not None and trainer.agent.status()["pid"] == int(found[1])
     trainer.agent.bye(timeout_s=10)
 
 

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from everstep.agent import link, places
 from everstep.backends.open import open_backend
+from everstep.backends.s3 import PROBE_NAME
 from everstep.backends.s3writer import PART_BYTES
 from everstep.format import names
 from everstep.format.manifest import Manifest
@@ -57,12 +58,13 @@ NAMES = ("run", "run", "a b+c%20d=é/run", "100% +=~/x y")
 
 @dataclass(frozen=True)
 class Kill:
-    """``sent`` None: at the arrival of the ``nth`` request. Else: when so many parts are at the server, and the
-    following ones are held by the network, which brings them later."""
+    """At the arrival of the ``nth`` request. ``held``: when so many requests that are an ``operation`` have been
+    answered, and the following ones are held by the network, which brings them later."""
 
     nth: int
     held: bool = False
     number: int = signal.SIGKILL
+    operation: str = "UploadPart"
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class Killer:
         self._left = list(kills)
         self._lock = threading.Lock()
         self._met = 0
-        self._parts: list[Request] = []
+        self._before: list[Request] = []
         self._killed: int | None = None
         self.armed = False
 
@@ -142,11 +144,11 @@ class Killer:
                 return False
             kill = self._left[0]
             if kill.held:
-                if request.operation != "UploadPart":
+                if request.operation != kill.operation:
                     return False
-                if len(self._parts) >= kill.nth:
+                if len(self._before) >= kill.nth:
                     return True
-                self._parts.append(request)
+                self._before.append(request)
                 return False
             self._met += 1
             if self._met >= kill.nth:
@@ -154,12 +156,12 @@ class Killer:
             return False
 
     def look(self) -> bool:
-        """Kill where parts are held and the ones before them are there; whether there is nothing left to kill."""
+        """Kill where requests are held and the ones before them were answered; whether nothing is left to kill."""
         with self._lock:
             kill = self._left[0] if self._left else None
-            if kill is None or not kill.held or len(self._parts) < kill.nth:
+            if kill is None or not kill.held or len(self._before) < kill.nth:
                 return kill is None
-            if self._proxy.stalled.is_set() and all(part.status == 200 for part in self._parts):
+            if self._proxy.stalled.is_set() and all(one.status == 200 for one in self._before):
                 self._kill(kill)
             return not self._left
 
@@ -175,7 +177,7 @@ class Killer:
             Struck(len(requests), frozenset(one.number for one in requests if one.status is None))
         )
         del self._left[0]
-        self._met, self._parts = 0, []
+        self._met, self._before = 0, []
         self._proxy.stalled.clear()
         self._proxy.release()
 
@@ -328,10 +330,9 @@ def manifests(url: str, server: S3Server | None = None) -> list[Manifest]:
 
 
 def of_run(tree: dict[str, bytes]) -> dict[str, bytes]:
-    """Without what writers say of themselves."""
-    return {
-        name: data for name, data in tree.items() if name.split("/")[0] not in ("events", "beacons", ".probe")
-    }
+    """Without what writers say of themselves: a killed agent's beacon, too, stays for a later incarnation to sweep."""
+    said = (names.EVENTS, names.LIVE, PROBE_NAME)
+    return {name: data for name, data in tree.items() if name.split("/")[0] not in said}
 
 
 def files(root: Path) -> dict[str, bytes]:

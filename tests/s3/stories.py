@@ -23,14 +23,15 @@ from everstep.backends.s3 import PROBE_NAME, RANGE_BYTES, S3Backend
 from everstep.backends.s3writer import PART_BYTES
 
 from . import proxy as network
-from .proxy import Fault, What
+from .proxy import Fault, S3Proxy, What
 from .server import S3Server
 from .wire import Answer, Request
 
 FOREVER = 1 << 30
 
 TRIES = 3
-"""Of each request, by a hasty client."""
+HASTY_S = 1.0
+"""Of each request, by a hasty client, and how long it bears a server's silence."""
 
 SMALL = content(40_000)
 OLD = b"what was there before"
@@ -427,11 +428,6 @@ async def outcome(act: Callable[[], Awaitable[object]]) -> tuple[object, Backend
         return None, error
 
 
-def impatient(server: S3Server) -> dict[str, Any]:
-    """Storage options of a client that gives a silent server up after a second."""
-    return {**server.storage_options, "config_kwargs": {"read_timeout": 1, "connect_timeout": 1}}
-
-
 class Siblings:
     """Backends of many roots that share one client, so that its making, which takes longer than most stories, is paid
     for once, and so that what a fault leaves behind in a client is met by the next story."""
@@ -440,16 +436,24 @@ class Siblings:
         self._options = options
         self._first: S3Backend | None = None
 
-    def at(self, url: str) -> S3Backend:
+    def at(self, url: str, patience_s: float = s3client.READ_S) -> S3Backend:
+        """``patience_s``: after so many seconds of silence the client gives a request up. A short one is for a network
+        with a fault: else a server that is slow, for others are at work beside it, gets requests twice."""
         made = open_backend(url, shared=True, options=self._options)
         assert isinstance(made, S3Backend)
         self._first = self._first or made
         made.client = self._first.client
+        made.client.stall_s = patience_s
         return made
 
     async def close(self) -> None:
         if self._first is not None:
             await self._first.close()
+
+
+def patience_s(proxy: S3Proxy) -> float:
+    """That suits its network."""
+    return HASTY_S if proxy.faults else s3client.READ_S
 
 
 def hasty(patch: pytest.MonkeyPatch) -> None:

@@ -39,11 +39,12 @@ class Stage:
 
     def __init__(self, server: S3Server, proxy: S3Proxy) -> None:
         self.server, self.proxy = server, proxy
-        self.near = Siblings(stories.impatient(dataclasses.replace(server, endpoint=proxy.endpoint)))
+        self.near = Siblings(dataclasses.replace(server, endpoint=proxy.endpoint).storage_options)
 
     async def _act(self, story: Story, url: str) -> tuple[object, BaseException | None]:
+        backend = self.near.at(url, stories.patience_s(self.proxy))
         try:
-            return await asyncio.wait_for(stories.outcome(lambda: story.act(self.near.at(url))), BOUND_S)
+            return await asyncio.wait_for(stories.outcome(lambda: story.act(backend)), BOUND_S)
         finally:
             self.proxy.release()
             await asyncio.to_thread(self.proxy.wait_quiet)

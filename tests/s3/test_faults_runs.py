@@ -126,7 +126,7 @@ class Stage:
 
     def __init__(self, server: S3Server, proxy: S3Proxy) -> None:
         self.server, self.proxy = server, proxy
-        self._near = Siblings(stories.impatient(dataclasses.replace(server, endpoint=proxy.endpoint)))
+        self._near = Siblings(dataclasses.replace(server, endpoint=proxy.endpoint).storage_options)
         self._direct = Siblings(server.storage_options)
 
     async def close(self) -> None:
@@ -161,8 +161,9 @@ class Stage:
 
     async def _act(self, story: Story, url: str) -> tuple[object, EverstepError | None]:
         commit._covered.clear()  # what it has seen once it does not ask for again
+        backend = self._near.at(url, stories.patience_s(self.proxy))
         try:
-            return await asyncio.wait_for(story.act(self._near.at(url)), BOUND_S), None
+            return await asyncio.wait_for(story.act(backend), BOUND_S), None
         except EverstepError as error:
             return None, error
         finally:

@@ -27,6 +27,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 ROUNDS = int(os.environ.get("EVERSTEP_ROUNDS", "100"))
 """Of the long suite."""
 
+COMPLETIONS = (
+    Kill(0, held=True, operation="CompleteMultipartUpload"),
+    Kill(0, held=True, operation="CompleteMultipartUpload"),
+)
+"""The server completes the first one, and hears the next agent's, if there is one, for the next checkpoint."""
+
 
 @pytest.fixture(scope="module")
 def proxy(s3_server: S3Server) -> Iterator[S3Proxy]:
@@ -89,8 +95,10 @@ def play(
         {"where": "tier", "world": 1, "kills": (Kill(3, held=True),)},
         {"where": "root", "world": 1, "kills": (Kill(2, held=True),)},
         {"trainers_too": True},
+        pytest.param({"where": "root", "world": 1, "kills": COMPLETIONS}, marks=pytest.mark.long),
+        pytest.param({"where": "tier", "world": 1, "kills": COMPLETIONS}, marks=pytest.mark.long),
     ],
-    ids=["tier", "root", "with its trainers"],
+    ids=["tier", "root", "with its trainers", "root, completed", "tier, completed"],
 )
 def test_an_agent_that_is_killed_is_followed_by_one_that_goes_on(
     s3_server: S3Server, proxy: S3Proxy, tmp_path: Path, given: dict[str, Any]

@@ -291,6 +291,14 @@ def crashed(server: S3Server, notes: Keeping, nbytes: int, url: str) -> None:
     asyncio.run(main())
 
 
+async def sent(backend: S3Backend, data: bytes | bytearray, notes: Keeping) -> int:
+    """The parts that it took to write an object."""
+    writer = await backend.open_writer("a", len(data), notes)
+    await feed(writer, data)
+    await writer.commit()
+    return writer.parts_sent
+
+
 def test_finished_parts_are_not_sent_again(s3_server: S3Server) -> None:
     notes, url = Keeping(), s3_server.url()
     crashed(s3_server, notes, 2 * PART, url)
@@ -300,16 +308,36 @@ def test_finished_parts_are_not_sent_again(s3_server: S3Server) -> None:
         backend = opened(s3_server, url)
         changed = bytearray(DATA)
         changed[7] ^= 1  # the first part's bytes are others by now
-        writer = await backend.open_writer("a", BYTES, notes)
-        await feed(writer, changed)
-        await writer.commit()
-        assert writer.parts_sent == 2
+        assert await sent(backend, changed, notes) == 2
         assert await backend.read("a") == changed
         assert await backend.leftovers() == []
-        assert notes.data == b""
         await backend.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("now", ["there", "gone", "another", "of other bytes"])
+def test_a_completed_object_is_not_sent_again(s3_server: S3Server, now: str) -> None:
+    """Its writer was killed before anybody knew that it stands there."""
+    began = Trouble("CreateMultipartUpload")
+
+    async def story(backend: S3Backend) -> None:
+        notes, data = Keeping(), bytearray(DATA)
+        assert await sent(backend, DATA, notes) == 3
+        if now == "gone":
+            await backend.delete(["a"])
+        elif now == "another":
+            await put(backend, "a", bytes(BYTES))
+        elif now == "of other bytes":
+            data[7] ^= 1
+            with pytest.raises(Retryable, match="not the one sent"):
+                await sent(backend, data, notes)
+        assert await sent(backend, data, notes) == (0 if now == "there" else 3)
+        assert await backend.read("a") == data
+        assert await backend.leftovers() == []
+
+    run(s3_server, story, began)
+    assert began.met == {"there": 1, "gone": 2, "another": 3, "of other bytes": 2}[now]
 
 
 @pytest.mark.parametrize("gone", ["upload", "size", "garbage"])
@@ -327,10 +355,7 @@ def test_notes_that_are_of_no_use(s3_server: S3Server, gone: str) -> None:
         else:
             await backend.abort_upload("a", notes.upload)
             notes.data = b"\xff{"
-        writer = await backend.open_writer("a", len(data), notes)
-        await feed(writer, data)
-        await writer.commit()
-        assert writer.parts_sent == 3
+        assert await sent(backend, data, notes) == 3
         assert await backend.read("a") == data
         assert await backend.leftovers() == []
         await backend.close()
