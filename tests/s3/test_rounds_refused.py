@@ -87,7 +87,7 @@ class Credentials:
 @pytest.fixture
 def credentials(s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Credentials:
     if not s3_server.successor:
-        pytest.skip("needs a second user")
+        pytest.skip("needs EVERSTEP_TEST_S3_SUCCESSOR: another key that may do everything")
     return Credentials(s3_server, tmp_path / "credentials", monkeypatch)
 
 

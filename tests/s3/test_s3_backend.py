@@ -330,7 +330,7 @@ def test_a_bucket_that_is_not_there(s3_server: S3Server) -> None:
 
 def test_who_may_only_read(s3_server: S3Server) -> None:
     if not s3_server.reader:
-        pytest.skip("the endpoint that is named has no such user that is known here")
+        pytest.skip("needs EVERSTEP_TEST_S3_READER: a user of that endpoint who may only read")
 
     async def main() -> None:
         writer = opened(s3_server)
