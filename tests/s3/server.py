@@ -15,9 +15,9 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from everstep.benchmarks.s3_server import REGION, S3Server, free_ports, make_bucket, named_server, own_server
+from everstep.benchmarks.s3_server import S3Server, free_ports, make_bucket, named_server, own_server
 
-__all__ = ["REGION", "S3Server", "free_ports", "make_bucket", "running_server"]
+__all__ = ["S3Server", "free_ports", "make_bucket", "running_server"]
 
 
 @contextlib.contextmanager
