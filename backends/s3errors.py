@@ -26,6 +26,10 @@ class Stale(Permanent):
     """A signature that is too old: where a machine slept, or its clock has been set right since, a new one is taken."""
 
 
+class Denied(Permanent):
+    """A right is lacking; or the object is not there, which not everybody is told."""
+
+
 class PartLost(BackendError):
     """A part that was sent, and that the server says it does not have."""
 
@@ -37,6 +41,7 @@ _EXPIRED = frozenset(
 _CODES: dict[str, type[BackendError]] = {
     **dict.fromkeys(_EXPIRED, Expired),
     "RequestTimeTooSkewed": Stale,
+    "AccessDenied": Denied,
     "NoSuchKey": NotFound,
     "NoSuchUpload": NotFound,  # (Ceph says NoSuchKey of it.)
     "InvalidPart": PartLost,

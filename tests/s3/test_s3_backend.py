@@ -347,6 +347,34 @@ def test_who_may_only_read(s3_server: S3Server) -> None:
     asyncio.run(main())
 
 
+def test_who_may_list_below_his_prefix_only(s3_server: S3Server) -> None:
+    """He is denied what is not there as if it were."""
+
+    async def story(backend: S3Backend) -> None:
+        calls: list[Callable[[], Awaitable[object]]] = [
+            lambda: backend.read("d/a"),
+            lambda: backend.read_into("d/a", 0, memoryview(bytearray(1))),
+            lambda: backend.size("d/a"),
+        ]
+        writer = opened(s3_server, backend.url)
+        await writer.write("d/a.more", b"1")
+        for call in calls:
+            with pytest.raises(NotFound):
+                await call()
+        await writer.write("d/a", b"1")
+        for call in calls:
+            with pytest.raises(Permanent, match="denied"):
+                await call()
+        await writer.close()
+
+    run(
+        s3_server,
+        story,
+        Trouble("GetObject", times=99, given=lambda: answer(403, "AccessDenied")),
+        Trouble("HeadObject", times=99, given=lambda: answer(403)),
+    )
+
+
 def test_no_bucket_is_asked_for(s3_server: S3Server) -> None:
     """Rights on objects, and to list them, are enough."""
     calls = {
