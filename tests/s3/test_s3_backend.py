@@ -262,6 +262,19 @@ def test_what_a_deletion_says_of_single_names(s3_server: S3Server) -> None:
     assert checksums == [["Content-MD5"]] * len(checksums), "the one checksum that every server knows"
 
 
+def test_a_deletion_of_which_nothing_is_understood(s3_server: S3Server) -> None:
+    """Damaged on its way, so that the server finds neither names nor words."""
+    wrong = Trouble("DeleteObjects", times=2, given=lambda: answer(400))
+
+    async def story(backend: S3Backend) -> None:
+        await backend.write("a", b"1")
+        await backend.delete(["a"])
+        assert await names_of(backend) == set()
+
+    run(s3_server, story, wrong)
+    assert wrong.met == 3
+
+
 # -- who may ---------------------------------------------------------------------------------------------
 
 
@@ -523,13 +536,13 @@ def test_a_gate_sees_all_bytes_in_slices(s3_server: S3Server) -> None:
 # -- errors ------------------------------------------------------------------------------------------------
 
 
-def told(status: int, code: str = "", **headers: str) -> ClientError:
+def told(status: int, code: str = "", operation: str = "PutObject", **headers: str) -> ClientError:
     return ClientError(
         {
             "Error": {"Code": code, "Message": "words"},
             "ResponseMetadata": {"HTTPStatusCode": status, "HTTPHeaders": headers},
         },  # type: ignore[typeddict-item]
-        "PutObject",
+        operation,
     )
 
 
@@ -546,6 +559,9 @@ def told(status: int, code: str = "", **headers: str) -> ClientError:
         (told(400, "RequestTimeout"), Retryable, ""),
         (told(400, "BadDigest"), Retryable, ""),
         (told(400, "InvalidArgument"), Permanent, ""),
+        (told(400), Retryable, ""),
+        (told(400, "400"), Retryable, ""),
+        (told(400, "400", "HeadObject"), Permanent, ""),
         (told(409, "OperationAborted"), Retryable, ""),
         (told(412, "PreconditionFailed"), Conflict, ""),
         (told(416, "InvalidRange"), ShortRead, ""),
