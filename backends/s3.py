@@ -6,7 +6,7 @@ import re
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from .aligned import as_bytes
 from .api import Capabilities, Item, Items, Names, Notes, check_name, is_name
@@ -15,8 +15,11 @@ from .limit import Gate
 from .localfs import check_prefix
 from .parallel import each
 from .s3body import Body, Flow, receive
-from .s3client import Line, S3Client
+from .s3client import Attempt, Line, S3Client
+from .s3errors import Denied
 from .s3writer import PART_BYTES, S3Writer, base64_md5, check_etag, etag_of
+
+T = TypeVar("T")
 
 RANGE_BYTES = 8 << 20
 """Bytes of one ranged read; larger reads are so many side by side."""
@@ -92,7 +95,7 @@ class S3Backend:
             await receive(name, answer["Body"], memoryview(data), flow)
             return bytes(data)
 
-        return await self.client.do(name, attempt)
+        return await self._get(name, attempt)
 
     async def read_into(self, name: str, offset: int, view: memoryview) -> None:
         key = self._key(name)
@@ -125,7 +128,19 @@ class S3Backend:
                 raise
             await receive(name, answer["Body"], data, flow)
 
-        await self.client.do(name, attempt)
+        await self._get(name, attempt)
+
+    async def _get(self, name: str, attempt: Attempt[T]) -> T:
+        """Do ``attempt``, which gets an object. To whom may not list the whole bucket a server denies what is not there
+        instead of telling so; to list the name alone he may have the right."""
+        try:
+            return await self.client.do(name, attempt)
+        except Denied:
+            key = self._root + name
+            page = await self.client.call(name, "list_objects_v2", Bucket=self._bucket, Prefix=key, MaxKeys=1)
+            if all(found["Key"] != key for found in page.get("Contents", ())):
+                raise NotFound(name, "denied, and not in the listing either") from None
+            raise
 
     async def size(self, name: str) -> int:
         check_name(name)
@@ -140,7 +155,9 @@ class S3Backend:
             # An answer without a body does not say what is the matter (which object or bucket is missing, whether
             # it is rights or time that is up); this one does, and mends what can be mended.
             with suppress(ShortRead):
-                answer = await self.client.call(name, "get_object", **target, Range="bytes=0-0")
+                answer = await self._get(
+                    name, lambda line, flow: line.call("get_object", **target, Range="bytes=0-0")
+                )
                 answer["Body"].close()
             return await self.client.call(name, "head_object", **target)
 

@@ -26,6 +26,10 @@ class Stale(Permanent):
     """A signature that is too old: where a machine slept, or its clock has been set right since, a new one is taken."""
 
 
+class Denied(Permanent):
+    """A right is lacking; or the object is not there, which not everybody is told."""
+
+
 class PartLost(BackendError):
     """A part that was sent, and that the server says it does not have."""
 
@@ -37,6 +41,7 @@ _EXPIRED = frozenset(
 _CODES: dict[str, type[BackendError]] = {
     **dict.fromkeys(_EXPIRED, Expired),
     "RequestTimeTooSkewed": Stale,
+    "AccessDenied": Denied,
     "NoSuchKey": NotFound,
     "NoSuchUpload": NotFound,  # (Ceph says NoSuchKey of it.)
     "InvalidPart": PartLost,
@@ -109,7 +114,7 @@ def from_s3_error(error: Exception, name: str) -> BackendError:
     if isinstance(error, BackendError):
         return error
     if isinstance(error, boto.ClientError):
-        return _from_answer(error.response, name)
+        return _from_answer(error.response, name, error.operation_name)
     if _certificate_refused(error):
         return Permanent(name, "the server's certificate is not trusted")
     if isinstance(error, _TRANSIENT) or type(error).__name__ == "ResponseParserError":
@@ -119,12 +124,16 @@ def from_s3_error(error: Exception, name: str) -> BackendError:
     return Permanent(name, _cut(f"{type(error).__name__}: {error}"))
 
 
-def _from_answer(response: Any, name: str) -> BackendError:
+def _from_answer(response: Any, name: str, operation: str) -> BackendError:
     told = response.get("Error", {})
     about = response.get("ResponseMetadata", {})
     code, status = str(told.get("Code", "")), int(about.get("HTTPStatusCode", 0))
     headers = about.get("HTTPHeaders", {})
     kind = _CODES.get(code) or _STATUS.get(status) or (Retryable if status >= 500 else Permanent)
+    if status == 400 and code in ("", "400") and not operation.startswith("Head"):
+        # Whoever answered made nothing of it (Ceph says so of a list of names that is no XML any more): damaged on its
+        # way. Answers to HEAD have no body that could hold a code.
+        kind = Retryable
     cause = _cut(": ".join(text for text in (code or str(status), str(told.get("Message") or "")) if text))
     hint = _HINTS.get(code)
     if hint:

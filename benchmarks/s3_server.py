@@ -54,6 +54,7 @@ class S3Server:
     key: str
     secret: str = field(repr=False)
     prefix: str = "suite"
+    region: str = REGION
     reader: str = ""
     reader_secret: str = field(default="", repr=False)
     successor: str = ""
@@ -76,7 +77,7 @@ class S3Server:
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": self.key,
             "AWS_SECRET_ACCESS_KEY": self.secret,
-            "AWS_DEFAULT_REGION": REGION,
+            "AWS_DEFAULT_REGION": self.region,
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
@@ -87,7 +88,7 @@ class S3Server:
             endpoint_url=self.endpoint,
             aws_access_key_id=self.key,
             aws_secret_access_key=self.secret,
-            region_name=REGION,
+            region_name=self.region,
             config=Config(
                 signature_version="s3v4",
                 s3={"addressing_style": "path"},
@@ -111,17 +112,19 @@ def own_server(directory: Path, volumes: int = VOLUMES) -> Iterator[S3Server]:
 
 
 def named_server(url: str, prefix: str) -> S3Server:
-    """The endpoint that the environment names (``AWS_*``), with the bucket of ``url``, made if it is missing, and its
-    prefix (``prefix`` if it has none). Raises ValueError where either is incomplete."""
+    """The endpoint that the environment names (``AWS_*``; region us-east-1 if it names none), with the bucket of
+    ``url``, made if it is missing, and its prefix (``prefix`` if it has none). Raises ValueError where either is
+    incomplete."""
     parts = urlsplit(url)
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     key, secret = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or REGION
     if parts.scheme != "s3" or not parts.netloc or not (endpoint and key and secret):
         raise ValueError(
             f"{url}: wanted s3://bucket/prefix, and AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY "
             "in the environment"
         )
-    server = S3Server(endpoint, parts.netloc, key, secret, parts.path.strip("/") or prefix)
+    server = S3Server(endpoint, parts.netloc, key, secret, parts.path.strip("/") or prefix, region)
     make_bucket(server)
     return server
 

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 from everstep.backends import s3writer
@@ -154,14 +154,21 @@ def test_what_cannot_be_helped_is_told_at_once(
         try:
             await backend.create("d/a", b"1")
             proxy.clear([Fault("answer", times=FOREVER, answer=answer)])
-            for act in (
-                *(backend.write("d/b", b"2"), backend.create("d/c", b"3"), backend.read("d/a")),
-                *(backend.delete(["d/a"]), backend.list_names(), backend.leftovers()),
-            ):
+            # (Whether what is denied is there at all, a listing may know.)
+            reads = 2 if answer is network.ACCESS_DENIED else 1
+            acts: list[tuple[Awaitable[object], int]] = [
+                *(
+                    (backend.write("d/b", b"2"), 1),
+                    (backend.create("d/c", b"3"), 1),
+                    (backend.read("d/a"), reads),
+                ),
+                *((backend.delete(["d/a"]), 1), (backend.list_names(), 1), (backend.leftovers(), 1)),
+            ]
+            for act, requests in acts:
                 before = len(proxy.requests)
                 with pytest.raises(Permanent, match=answer.reason):
                     await act
-                assert len(proxy.requests) == before + 1
+                assert len(proxy.requests) == before + requests
             proxy.clear()
             await backend.write("d/b", b"2")
             assert sorted(await backend.list_names("d")) == ["a", "b"]

@@ -14,7 +14,7 @@ from botocore.exceptions import BotoCoreError, ClientError, ReadTimeoutError
 
 from . import proxy as network
 from .proxy import Fault, S3Proxy
-from .server import REGION, S3Server
+from .server import S3Server
 
 BODY = bytes(range(256)) * 1200
 
@@ -32,7 +32,7 @@ def client_through(proxy: S3Proxy, server: S3Server) -> Any:
         endpoint_url=proxy.endpoint,
         aws_access_key_id=server.key,
         aws_secret_access_key=server.secret,
-        region_name=REGION,
+        region_name=server.region,
         config=Config(
             s3={"addressing_style": "path"},
             retries={"total_max_attempts": 1},
@@ -68,7 +68,7 @@ class Place:
 @pytest.fixture
 def place(proxy: S3Proxy, s3_server: S3Server, request: pytest.FixtureRequest) -> Place:
     proxy.clear()
-    return Place(proxy, s3_server, f"proxy/{request.node.name} +%=\u00e9")
+    return Place(proxy, s3_server, f"{s3_server.prefix}/proxy/{request.node.name} +%=\u00e9")
 
 
 def test_a_good_network_changes_nothing(place: Place) -> None:

@@ -55,7 +55,7 @@ class Credentials:
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", server.region)
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         self._write(server.key, server.secret)
 
@@ -87,7 +87,7 @@ class Credentials:
 @pytest.fixture
 def credentials(s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Credentials:
     if not s3_server.successor:
-        pytest.skip("needs a second user")
+        pytest.skip("needs EVERSTEP_TEST_S3_SUCCESSOR: another key that may do everything")
     return Credentials(s3_server, tmp_path / "credentials", monkeypatch)
 
 
@@ -153,21 +153,26 @@ def test_a_root_goes_on_with_new_credentials(
     assert (code, kit.uploads(s3_server, url)) == (0, []), said
 
 
+def remove_bucket(server: S3Server) -> None:
+    client = server.client()
+    for page in client.get_paginator("list_objects_v2").paginate(Bucket=server.bucket):
+        for item in page.get("Contents", ()):
+            client.delete_object(Bucket=server.bucket, Key=item["Key"])
+    client.delete_bucket(Bucket=server.bucket)
+
+
 def test_a_bucket_that_goes_and_comes_back_empty_gets_the_run_anew(
     s3_server: S3Server, tmp_path: Path
 ) -> None:
     server = dataclasses.replace(s3_server, bucket=f"gone-{secrets.token_hex(4)}")
-    client, url = server.client(), server.url()
+    url = server.url()
     make_bucket(server)
     state = kit.tensors(3, nbytes=1 << 20)
     with mirrored(tmp_path / "run", url, server.storage_options, "inline") as ckpt:
         ckpt.load(state)
         ckpt.step(1, state)
         ckpt.save(1, state).wait("far", timeout_s=rounds.WAIT_S)
-        for page in client.get_paginator("list_objects_v2").paginate(Bucket=server.bucket):
-            for item in page.get("Contents", ()):
-                client.delete_object(Bucket=server.bucket, Key=item["Key"])
-        client.delete_bucket(Bucket=server.bucket)
+        remove_bucket(server)
         state["w"][0] = 2
         ckpt.step(2, state)
         handle = ckpt.save(2, state)
@@ -179,6 +184,7 @@ def test_a_bucket_that_goes_and_comes_back_empty_gets_the_run_anew(
     assert torch.equal(everstep.load(url, storage_options=server.storage_options)["w"], state["w"])
     assert kit.checkpoints(server, kit.url_with_endpoint(server, url)) == [2]
     assert kit.command(server, "fsck", kit.url_with_endpoint(server, url))[0] == 0
+    remove_bucket(server)
 
 
 @pytest.mark.parametrize("where", [pytest.param("root", marks=pytest.mark.long), "tier"])

@@ -176,10 +176,9 @@ def test_a_forked_child_reads_with_a_client_of_its_own(s3_server: S3Server, fork
         assert everstep.load(url, storage_options=options)["w"].sum() == 45, "and so does the parent"
 
 
-def test_who_may_not_write_is_told_at_once(s3_server: S3Server) -> None:
+def test_who_may_not_read_is_told_at_once(s3_server: S3Server) -> None:
     url = s3_server.url()
     state = {"w": torch.arange(3)}
-    reader = {**s3_server.storage_options, "key": s3_server.reader, "secret": s3_server.reader_secret}
     began = time.monotonic()
     for options, what in (
         ({**s3_server.storage_options, "secret": "wrong"}, r"denied|Forbidden|AccessDenied|Signature"),
@@ -190,13 +189,23 @@ def test_who_may_not_write_is_told_at_once(s3_server: S3Server) -> None:
         assert "wrong" not in str(caught.value)
     with pytest.raises(errors.CannotTell, match=r"bucket"):
         kit.opened("s3://no-such-bucket-here/run", s3_server, agent="inline").load(state)
+    assert time.monotonic() - began < 20
+
+
+def test_who_may_not_write_is_told_at_once(s3_server: S3Server) -> None:
+    if not s3_server.reader:
+        pytest.skip("needs EVERSTEP_TEST_S3_READER: a user of that endpoint who may only read")
+    url = s3_server.url()
+    state = {"w": torch.arange(3)}
+    reader = {**s3_server.storage_options, "key": s3_server.reader, "secret": s3_server.reader_secret}
+    began = time.monotonic()
     ckpt = kit.opened(url, s3_server, storage_options=reader, agent="inline")
     assert ckpt.load(state) is None
     with pytest.raises(errors.NotARun, match=r"cannot become a run.*(denied|AccessDenied)"):
         ckpt.step(1, state)
     everstep.save(url, 1, state, storage_options=s3_server.storage_options)
     assert torch.equal(everstep.load(url, storage_options=reader)["w"], state["w"])
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 20
 
 
 def test_what_cannot_be_a_root(s3_server: S3Server) -> None:

@@ -262,6 +262,19 @@ def test_what_a_deletion_says_of_single_names(s3_server: S3Server) -> None:
     assert checksums == [["Content-MD5"]] * len(checksums), "the one checksum that every server knows"
 
 
+def test_a_deletion_of_which_nothing_is_understood(s3_server: S3Server) -> None:
+    """Damaged on its way, so that the server finds neither names nor words."""
+    wrong = Trouble("DeleteObjects", times=2, given=lambda: answer(400))
+
+    async def story(backend: S3Backend) -> None:
+        await backend.write("a", b"1")
+        await backend.delete(["a"])
+        assert await names_of(backend) == set()
+
+    run(s3_server, story, wrong)
+    assert wrong.met == 3
+
+
 # -- who may ---------------------------------------------------------------------------------------------
 
 
@@ -330,7 +343,7 @@ def test_a_bucket_that_is_not_there(s3_server: S3Server) -> None:
 
 def test_who_may_only_read(s3_server: S3Server) -> None:
     if not s3_server.reader:
-        pytest.skip("the endpoint that is named has no such user that is known here")
+        pytest.skip("needs EVERSTEP_TEST_S3_READER: a user of that endpoint who may only read")
 
     async def main() -> None:
         writer = opened(s3_server)
@@ -345,6 +358,34 @@ def test_who_may_only_read(s3_server: S3Server) -> None:
         await writer.close()
 
     asyncio.run(main())
+
+
+def test_who_may_list_below_his_prefix_only(s3_server: S3Server) -> None:
+    """He is denied what is not there as if it were."""
+
+    async def story(backend: S3Backend) -> None:
+        calls: list[Callable[[], Awaitable[object]]] = [
+            lambda: backend.read("d/a"),
+            lambda: backend.read_into("d/a", 0, memoryview(bytearray(1))),
+            lambda: backend.size("d/a"),
+        ]
+        writer = opened(s3_server, backend.url)
+        await writer.write("d/a.more", b"1")
+        for call in calls:
+            with pytest.raises(NotFound):
+                await call()
+        await writer.write("d/a", b"1")
+        for call in calls:
+            with pytest.raises(Permanent, match="denied"):
+                await call()
+        await writer.close()
+
+    run(
+        s3_server,
+        story,
+        Trouble("GetObject", times=99, given=lambda: answer(403, "AccessDenied")),
+        Trouble("HeadObject", times=99, given=lambda: answer(403)),
+    )
 
 
 def test_no_bucket_is_asked_for(s3_server: S3Server) -> None:
@@ -495,13 +536,13 @@ def test_a_gate_sees_all_bytes_in_slices(s3_server: S3Server) -> None:
 # -- errors ------------------------------------------------------------------------------------------------
 
 
-def told(status: int, code: str = "", **headers: str) -> ClientError:
+def told(status: int, code: str = "", operation: str = "PutObject", **headers: str) -> ClientError:
     return ClientError(
         {
             "Error": {"Code": code, "Message": "words"},
             "ResponseMetadata": {"HTTPStatusCode": status, "HTTPHeaders": headers},
         },  # type: ignore[typeddict-item]
-        "PutObject",
+        operation,
     )
 
 
@@ -518,6 +559,9 @@ def told(status: int, code: str = "", **headers: str) -> ClientError:
         (told(400, "RequestTimeout"), Retryable, ""),
         (told(400, "BadDigest"), Retryable, ""),
         (told(400, "InvalidArgument"), Permanent, ""),
+        (told(400), Retryable, ""),
+        (told(400, "400"), Retryable, ""),
+        (told(400, "400", "HeadObject"), Permanent, ""),
         (told(409, "OperationAborted"), Retryable, ""),
         (told(412, "PreconditionFailed"), Conflict, ""),
         (told(416, "InvalidRange"), ShortRead, ""),
