@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .backends.api import Backend
 from .discovery import find_run
-from .errors import NotLoaded, RunInUse
+from .errors import BadOption, NotLoaded, RunInUse
 from .format.constants import CHUNK_BYTES
 from .format.records import IncarnationRecord, RunRecord, Writer
 from .memory.process import Process
@@ -112,6 +112,17 @@ def begin_incarnation(
     except BaseException:
         unmark(place, record_id)
         raise
+
+
+def check_mesh(mesh: Mapping[str, int], world: int) -> None:
+    """Raises BadOption unless the axes multiply to the number of ranks."""
+    size = 1
+    for length in mesh.values():
+        size *= length
+    if size != world:
+        raise BadOption(
+            "mesh= does not fit the number of ranks", found=dict(mesh), expected=f"a product of {world}"
+        )
 
 
 def _refuse_second(place: Place, newest: IncarnationRecord, lookout: Lookout) -> None:
