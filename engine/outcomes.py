@@ -57,6 +57,8 @@ class Outcomes:
         self.newest_durable: int | None = None
         self._safe = start, time.monotonic()
         """The newest durable step, as far as this session knows, and when it was asked for."""
+        self._run_gone = False
+        """Whether there was no run at the root any more, and nothing was committed since."""
         self._announced = False
         """Whether the schedule has heard that the failures are to be raised."""
         bound = parse_every(policy.max_unsaved, "max_unsaved")
@@ -111,12 +113,8 @@ class Outcomes:
 
     def note(self, progress: Progress) -> None:
         """Take in one message of the agent."""
-        if progress.stage == "agent_lost":
-            warnings.warn(
-                "everstep: the agent died and was started anew; unfinished flushes go on from its journal",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        if progress.stage in ("agent_lost", "run_gone"):
+            self._note_agent(progress)
             return
         if progress.incarnation != self._incarnation:
             return  # the agent finishes what an earlier incarnation left; its steps may bear the same numbers
@@ -143,7 +141,7 @@ class Outcomes:
             return
         self._flushes[progress.step] = progress
         if progress.stage == "committed":
-            self._in_a_row = 0
+            self._in_a_row, self._run_gone = 0, False
             if progress.step >= (self.newest_durable or 0):
                 self._safe = progress.step, self._asked[progress.step]
             self.newest_durable = max(progress.step, self.newest_durable or 0)
@@ -156,6 +154,15 @@ class Outcomes:
         log.warning("everstep: step %d did not become durable: %s", progress.step, error)
         self._untold.append(error)
         del self._untold[:-FINDINGS_MAX]
+
+    def _note_agent(self, progress: Progress) -> None:
+        """An agent that left because the run was deleted did not die."""
+        text = "the agent died and was started anew; unfinished flushes go on from its journal"
+        if progress.stage == "run_gone":
+            text = str(_as_error(progress, EverstepError))
+        if not self._run_gone:
+            warnings.warn(f"everstep: {text}", RuntimeWarning, stacklevel=3)
+        self._run_gone |= progress.stage == "run_gone"
 
     def _note_protection(self, progress: Progress) -> None:
         """Told each time: what was repaired can break again."""
