@@ -132,6 +132,8 @@ class Checkpointer:
         self._protection: Protection | None = None
         self.recovery: Recovery | None = None
         self._lookout: Lookout | None = None
+        self._records: dict[int, IncarnationRecord] = {}
+        """Of the root's incarnations, those that were read."""
         self._adopted: Adopted | None = None
         opened.add(self._place.url, self)
 
@@ -171,10 +173,11 @@ class Checkpointer:
         ranks, _ = self._meet()
         self._origin = Origin(fresh=self._origin.fresh)  # a load that fails leaves nothing to start from
         self._allow = (allow,) if isinstance(allow, str) else tuple(allow)
+        self._records.clear()
         if self._origin.fresh is None:
             self._held = self._kept_by_agent()
             if ranks.rank == 0 and not self._take_over:
-                self._lookout = Lookout(self._backend)
+                self._lookout = Lookout(self._backend, self._records)
                 self._lookout.begin()
             self.recovery = self._restore(trained, step, config_reason, self._held, mend)
             self._adopted = Adopted(trained, self.recovery) if self.recovery is not None else None
@@ -206,6 +209,7 @@ class Checkpointer:
                 farther=self._farther,
                 near=near,
                 mending=mending,
+                known=self._records,
             ).load(read, step=step, config=self._config, config_reason=config_reason)
         return found[0] if found is not None else None
 
@@ -518,6 +522,7 @@ class Checkpointer:
                 take_over=self._take_over,
                 lookout=self._lookout,
                 farther=self._farther,
+                known=self._records,
                 patience_s=min(ENDING_S_MAX, self._policy.rank_timeout_s / 2),
             )
             return [encode_run(run), encode_incarnation(record)]

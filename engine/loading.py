@@ -24,7 +24,7 @@ from .discovery import (
 )
 from .errors import CannotTell, Damaged, EverstepError, NoCheckpoint, NotARun, Pruned
 from .format.manifest import Manifest
-from .format.records import RunRecord
+from .format.records import IncarnationRecord, RunRecord
 from .memory.arena import Arena
 from .mending import Mending, with_near
 from .nodes import Nodes
@@ -71,7 +71,8 @@ class Loader:
     behind ``backend``, the root: they have what the root does not (any more), down to the run itself. ``near`` is this
     node's own tier: what is there of a checkpoint is not read from farther away, and what was to be uploaded from the
     nodes' tiers when they all died is, first, where the load writes. With ``mending`` the nearer tiers are made whole
-    before they are read (:meth:`Mending.bring` is then for the reading)."""
+    before they are read (:meth:`Mending.bring` is then for the reading).
+    ``known`` are records of the root's incarnations."""
 
     def __init__(
         self,
@@ -85,10 +86,12 @@ class Loader:
         farther: Sequence[Backend] = (),
         near: Backend | None = None,
         mending: Mending | None = None,
+        known: dict[int, IncarnationRecord] | None = None,
     ) -> None:
         self._backend = backend
         self._near = near
         self._mending = mending
+        self._known = known
         self._places = (backend, *farther)
         self._base = 0
         self._ranks = ranks
@@ -240,6 +243,7 @@ class Loader:
                     writes=self._writes and self._base == 0,
                     why=self._nodes.why,
                     base=self._base,
+                    known=self._known if self._base == 0 else None,
                 )
             ),
             timeout_s=self._timeout_s,
