@@ -49,6 +49,8 @@ class Outcomes:
         self._tiers: dict[int, dict[str, Progress | None]] = {}
         """By step and url, the further tiers that it is owed to."""
         self._dropped_in_a_row: dict[str, int] = {}
+        self._trouble: dict[str | None, str] = {}
+        """By url of a tier (None: the root) why the last try failed, while none has succeeded since."""
         self._untold: list[EverstepError] = []
         self._findings: OrderedDict[str, None] = OrderedDict()
         """Texts of what the comparison of the ranks found, to be told as warnings."""
@@ -142,6 +144,7 @@ class Outcomes:
         self._flushes[progress.step] = progress
         if progress.stage == "committed":
             self._in_a_row, self._run_gone = 0, False
+            self._trouble.pop(None, None)
             if progress.step >= (self.newest_durable or 0):
                 self._safe = progress.step, self._asked[progress.step]
             self.newest_durable = max(progress.step, self.newest_durable or 0)
@@ -190,6 +193,7 @@ class Outcomes:
             return
         if progress.stage == "mirrored":
             self._dropped_in_a_row[progress.tier] = 0
+            self._trouble.pop(progress.tier, None)
             log.info("everstep: step %d is durable at %s", progress.step, progress.tier)
             return
         error = _as_error(progress, SaveAbandoned)
@@ -198,8 +202,10 @@ class Outcomes:
         self._untold.append(error)
 
     def _find_trouble(self, progress: Progress, what_now: str) -> None:
+        error = _as_error(progress, EverstepError)
+        self._trouble[None if progress.stage == "upload_failing" else progress.tier] = str(error)
         if len(self._findings) < FINDINGS_MAX:
-            self._findings[f"{progress.tier}: {_as_error(progress, EverstepError)}; {what_now}"] = None
+            self._findings[f"{progress.tier}: {error}; {what_now}"] = None
 
     def _find(self, progress: Progress) -> None:
         """What the ranks' hashes say; the same is told once."""
@@ -285,7 +291,7 @@ class Outcomes:
         while step in self.holding():
             left = until - time.monotonic()
             if left <= 0:
-                raise _late(step, timeout_s, "")
+                raise _late(step, timeout_s, "", self._trouble.get(None))
             look(left)
 
     def wait(
@@ -298,14 +304,15 @@ class Outcomes:
         while not self.outcome(step, tier)[0]:
             left = until - time.monotonic()
             if left <= 0:
-                raise _late(step, timeout_s, where)
+                raise _late(step, timeout_s, where, self._trouble.get(tier))
             look(left)
 
 
-def _late(step: int, timeout_s: float, where: str) -> SaveFailed:
+def _late(step: int, timeout_s: float, where: str, trouble: str | None) -> SaveFailed:
+    last = "no try has come to an end so far" if trouble is None else f"the last try failed: {trouble}"
     return SaveFailed(
         f"step {step} did not become durable{where} in time",
-        found=f"still on its way after {timeout_s:g} s",
+        found=f"still on its way after {timeout_s:g} s; {last}",
         hint="It may still arrive; look at the agent's log, or wait again.",
         step=step,
     )
