@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
-from . import mending, opened
+from . import opened
 from .adopted import Adopted
 from .agent.asking import loading
 from .agent.values import AgentSettings
@@ -34,8 +34,9 @@ from .handles import SaveHandle
 from .loading import Loader, Recovery
 from .memory.arena import Arena
 from .memorytier import MemoryTier, Room
+from .mending import Mending
 from .nodes import node_of
-from .opening import Origin, begin_incarnation
+from .opening import Origin, begin_incarnation, check_mesh
 from .peers.secret import run_secret
 from .places import locate, with_tiers
 from .plan.parity import fit
@@ -131,6 +132,8 @@ class Checkpointer:
         self._protection: Protection | None = None
         self.recovery: Recovery | None = None
         self._lookout: Lookout | None = None
+        self._records: dict[int, IncarnationRecord] = {}
+        """Of the root's incarnations, those that were read."""
         self._adopted: Adopted | None = None
         opened.add(self._place.url, self)
 
@@ -155,10 +158,10 @@ class Checkpointer:
         stays as it is).
 
         ``allow`` loosens the comparison with the checkpoint ("missing", "unexpected", "dtype", "class", "ties",
-        "rng", "ranks", "loader"), ``config_reason`` accepts another configuration; both are recorded. ``mend``: then
-        what a nearer tier lacks of this step, or has damaged, is written again from a farther one. Raises
-        StateMismatch, ConfigChanged, Damaged (nothing good is left), CannotTell, NoCheckpoint (for ``step``),
-        RankError. After an error the contents of ``state`` are undefined.
+        "rng", "ranks", "loader"), ``config_reason`` accepts another configuration; both are recorded. ``mend``: first
+        nearer tiers get from farther ones what they lack of this step, or have damaged. Raises StateMismatch,
+        ConfigChanged, Damaged (nothing good is left), CannotTell, NoCheckpoint (for ``step``), RankError; the contents
+        of ``state`` are undefined then.
         """
         self._check_usable()
         if self._session is not None:
@@ -170,26 +173,31 @@ class Checkpointer:
         ranks, _ = self._meet()
         self._origin = Origin(fresh=self._origin.fresh)  # a load that fails leaves nothing to start from
         self._allow = (allow,) if isinstance(allow, str) else tuple(allow)
+        self._records.clear()
         if self._origin.fresh is None:
             self._held = self._kept_by_agent()
             if ranks.rank == 0 and not self._take_over:
-                self._lookout = Lookout(self._backend)
+                self._lookout = Lookout(self._backend, self._records)
                 self._lookout.begin()
-            self.recovery = self._restore(trained, step, config_reason, self._held)
+            self.recovery = self._restore(trained, step, config_reason, self._held, mend)
             self._adopted = Adopted(trained, self.recovery) if self.recovery is not None else None
-            if mend and self.recovery is not None and self._farther:
-                key = (self.recovery.incarnation, self.recovery.step)
-                places = [self._backend, *self._farther]
-                mending.mend(ranks, places, key, timeout_s=self._policy.close_timeout_s)
         self._origin = self._origin_of(self.recovery, config_reason)
         if self._memory is not None:  # else only flushes need room, and the first of them makes it
             self._reserve(trained)
         return self.recovery.step if self.recovery is not None else None
 
     def _restore(
-        self, state: TrainState, step: int | None, config_reason: str | None, held: Sequence[Arena]
+        self,
+        state: TrainState,
+        step: int | None,
+        config_reason: str | None,
+        held: Sequence[Arena],
+        mend: bool = False,
     ) -> Recovery | None:
         ranks, tier = self._meet()
+        near, wait_s = next(iter(self._near), None), self._policy.close_timeout_s
+        mending = Mending(near, self._place.near, timeout_s=wait_s) if mend else None
+        read = into_state(state, self._allow, bring=mending.bring if mending is not None else None)
         with loading(self._running_agent()), open_arenas(tier.directory, held) as arenas:
             found = Loader(
                 self._backend,
@@ -199,10 +207,10 @@ class Checkpointer:
                 writes=True,
                 node=node_of(self._place.node, tier.directory),
                 farther=self._farther,
-                near=next(iter(self._near), None),
-            ).load(
-                into_state(state, self._allow), step=step, config=self._config, config_reason=config_reason
-            )
+                near=near,
+                mending=mending,
+                known=self._records,
+            ).load(read, step=step, config=self._config, config_reason=config_reason)
         return found[0] if found is not None else None
 
     def rollback(
@@ -499,7 +507,7 @@ class Checkpointer:
         """The first step or save: the next incarnation, on all ranks or on none."""
         ranks, tier = self._meet()
         mesh = self._mesh or {"data": ranks.world}
-        _check_mesh(mesh, ranks.world)
+        check_mesh(mesh, ranks.world)
         self._compare_nodes(ranks, tier)  # what does not fit together is said before anything is written
 
         def begin() -> list[bytes]:
@@ -514,6 +522,7 @@ class Checkpointer:
                 take_over=self._take_over,
                 lookout=self._lookout,
                 farther=self._farther,
+                known=self._records,
                 patience_s=min(ENDING_S_MAX, self._policy.rank_timeout_s / 2),
             )
             return [encode_run(run), encode_incarnation(record)]
@@ -584,14 +593,4 @@ def _check_kind(name: str, value: object, cls: type) -> None:
     if value is not None and not isinstance(value, cls):
         raise BadOption(
             f"{name}= is of another type", found=repr(value), expected=f"everstep.{cls.__name__}(...)"
-        )
-
-
-def _check_mesh(mesh: Mapping[str, int], world: int) -> None:
-    size = 1
-    for length in mesh.values():
-        size *= length
-    if size != world:
-        raise BadOption(
-            "mesh= does not fit the number of ranks", found=dict(mesh), expected=f"a product of {world}"
         )

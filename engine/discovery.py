@@ -79,8 +79,8 @@ class Proposals:
     """Candidates of a run, newest first; rank 0 asks, all ranks load. ``in_memory`` says whose snapshots lie in the
     arenas of all nodes together, or can be rebuilt: a step is complete there if they are all the ranks that wrote it;
     ``why`` says more of one that is not. ``places`` are the root and the further tiers; the run's records are read
-    from ``base``, one of them. ``problems`` gathers what was passed over, ``lost`` what memory has, but not of every
-    rank."""
+    from ``base``, one of them, unless they are ``known``. ``problems`` gathers what was passed over, ``lost`` what
+    memory has, but not of every rank."""
 
     def __init__(
         self,
@@ -91,12 +91,13 @@ class Proposals:
         writes: bool,
         why: Callable[[Key], str] = lambda key: "",
         base: int = 0,
+        known: dict[int, IncarnationRecord] | None = None,
     ) -> None:
         self._backend = places[0]
         self._writes = writes
         self._why = why
         self.problems: list[str] = []
-        self.records: list[IncarnationRecord] = run_blocking(read_incarnations(places[base]))
+        self.records: list[IncarnationRecord] = run_blocking(read_incarnations(places[base], known))
         worlds = {record.number: record.world for record in self.records}
         self._in_memory = {
             key for key, ranks in in_memory.items() if set(ranks) == set(range(worlds.get(key[0], 0)))

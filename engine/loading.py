@@ -1,6 +1,6 @@
 """Loading: all ranks agree on a step, read it from the nearest holder, prove every chunk, and fall back together.
 
-Nothing is written to the run, so readers may load from a live one.
+Nothing is written to the run unless a load is asked to mend, so readers may load from a live one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from .discovery import (
 )
 from .errors import CannotTell, Damaged, EverstepError, NoCheckpoint, NotARun, Pruned
 from .format.manifest import Manifest
-from .format.records import RunRecord
+from .format.records import IncarnationRecord, RunRecord
 from .memory.arena import Arena
+from .mending import Mending, with_near
 from .nodes import Nodes
 from .phases import PhaseFailed, Phases
 from .ranks import Ranks
@@ -34,7 +35,6 @@ from .staged import finish_staged
 from .store.blocking import run_blocking
 from .store.catalog import list_step, read_decision
 from .store.sources import TIER, DurableSource, Source
-from .store.staged import near_source
 
 log = logging.getLogger("everstep")
 
@@ -70,7 +70,9 @@ class Loader:
     ``writes`` allows to commit an attempt whose votes are all in but whose manifest is missing. ``farther`` are tiers
     behind ``backend``, the root: they have what the root does not (any more), down to the run itself. ``near`` is this
     node's own tier: what is there of a checkpoint is not read from farther away, and what was to be uploaded from the
-    nodes' tiers when they all died is, first, where the load writes."""
+    nodes' tiers when they all died is, first, where the load writes. With ``mending`` the nearer tiers are made whole
+    before they are read (:meth:`Mending.bring` is then for the reading).
+    ``known`` are records of the root's incarnations."""
 
     def __init__(
         self,
@@ -83,9 +85,13 @@ class Loader:
         node: str = "",
         farther: Sequence[Backend] = (),
         near: Backend | None = None,
+        mending: Mending | None = None,
+        known: dict[int, IncarnationRecord] | None = None,
     ) -> None:
         self._backend = backend
         self._near = near
+        self._mending = mending
+        self._known = known
         self._places = (backend, *farther)
         self._base = 0
         self._ranks = ranks
@@ -122,6 +128,8 @@ class Loader:
                 self._nothing(step)
                 return None
             candidate, changes = found
+            if self._mending is not None:
+                candidate = self._mending.mend_shared(self._ranks, self._places, candidate)
             what = f"loading step {candidate.step}"
 
             filled, errors = self._attempt(read, run, candidate, what)
@@ -143,6 +151,8 @@ class Loader:
         phases = Phases(self._ranks, what, timeout_s=self._timeout_s, node=self._node)
         with self._nodes.serving(candidate, run.chunk_bytes), ExitStack() as stack:
             try:
+                if self._mending is not None:
+                    self._mending.begin(phases, run, candidate, self._open_durable(run, candidate)[0])
                 return read(lambda: self._open(run, candidate, stack), phases), {}
             except PhaseFailed as failed:
                 return None, failed.errors
@@ -233,6 +243,7 @@ class Loader:
                     writes=self._writes and self._base == 0,
                     why=self._nodes.why,
                     base=self._base,
+                    known=self._known if self._base == 0 else None,
                 )
             ),
             timeout_s=self._timeout_s,
@@ -311,6 +322,17 @@ class Loader:
         sources: list[Source] = []
         if candidate.in_memory:
             sources += self._nodes.open(candidate, run.chunk_bytes, stack)
+        durable, problem = self._open_durable(run, candidate)
+        sources += durable
+        if problem is not None and not sources:
+            raise problem
+        return with_near(self._near, sources, run) if self._near is not None else sources
+
+    def _open_durable(
+        self, run: RunRecord, candidate: Candidate
+    ) -> tuple[list[DurableSource], EverstepError | None]:
+        """What the durable tiers that all nodes share have of it, and what is wrong with the first that has not."""
+        sources: list[DurableSource] = []
         problem: EverstepError | None = None
         for number in candidate.places:
             try:
@@ -319,23 +341,7 @@ class Loader:
                 sources.append(source)
             except EverstepError as error:  # the next holder may do
                 problem = problem or error
-        if problem is not None and not sources:
-            raise problem
-        durable = next((source for source in sources if isinstance(source, DurableSource)), None)
-        near = self._open_near(run, durable.manifest) if durable is not None else None
-        if durable is not None and near is not None:
-            sources.insert(sources.index(durable), near)
-        return sources
-
-    def _open_near(self, run: RunRecord, manifest: Manifest) -> Source | None:
-        """What this node's own tier has. It may have nothing, and nothing depends on it."""
-        if self._near is None:
-            return None
-        try:
-            return run_blocking(near_source(self._near, manifest, run))
-        except EverstepError as error:
-            log.warning("everstep: step %d is read from farther away: %s", manifest.step, error)
-            return None
+        return sources, problem
 
 
 def open_durable(backend: Backend, run: RunRecord, key: Key) -> DurableSource:

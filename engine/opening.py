@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .backends.api import Backend
 from .discovery import find_run
-from .errors import NotLoaded, RunInUse
+from .errors import BadOption, NotLoaded, RunInUse
 from .format.constants import CHUNK_BYTES
 from .format.records import IncarnationRecord, RunRecord, Writer
 from .memory.process import Process
@@ -66,21 +66,22 @@ def begin_incarnation(
     take_over: bool,
     lookout: Lookout | None = None,
     farther: Sequence[Backend] = (),
+    known: dict[int, IncarnationRecord] | None = None,
     patience_s: float = ENDING_S_MAX,
 ) -> tuple[RunRecord, IncarnationRecord]:
     """Create the run if absent and add the next incarnation, which is marked as being written until ``unmark``.
     Called by one rank. ``lookout`` has begun to look for a writer on another host already; a writer on this node that
-    only ends is waited for, at most ``patience_s``.
+    only ends is waited for, at most ``patience_s``. Records that are ``known`` are not read again.
 
     Raises NotLoaded, RunInUse and Damaged; nothing is written then.
     """
     _restore_records(backend, farther)
-    records = _existing(backend)
+    records = _existing(backend, known)
     if records:
         _refuse_unloaded(backend, origin)
         if not take_over:
             if await_end(place, records[-1], patience_s):
-                records = _existing(backend)  # meanwhile another may have come
+                records = _existing(backend, known)  # meanwhile another may have come
             _refuse_second(place, records[-1], lookout or Lookout(backend))
     run = run_blocking(create_run(backend, chunk_bytes=CHUNK_BYTES))
 
@@ -112,6 +113,17 @@ def begin_incarnation(
     except BaseException:
         unmark(place, record_id)
         raise
+
+
+def check_mesh(mesh: Mapping[str, int], world: int) -> None:
+    """Raises BadOption unless the axes multiply to the number of ranks."""
+    size = 1
+    for length in mesh.values():
+        size *= length
+    if size != world:
+        raise BadOption(
+            "mesh= does not fit the number of ranks", found=dict(mesh), expected=f"a product of {world}"
+        )
 
 
 def _refuse_second(place: Place, newest: IncarnationRecord, lookout: Lookout) -> None:
@@ -154,8 +166,8 @@ def _restore_records(backend: Backend, farther: Sequence[Backend]) -> None:
             return
 
 
-def _existing(backend: Backend) -> list[IncarnationRecord]:
-    records = run_blocking(read_incarnations(backend))
+def _existing(backend: Backend, known: dict[int, IncarnationRecord] | None) -> list[IncarnationRecord]:
+    records = run_blocking(read_incarnations(backend, known))
     require_records(records, {names.incarnation for names in run_blocking(list_steps(backend))})
     return records
 

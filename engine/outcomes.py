@@ -49,6 +49,8 @@ class Outcomes:
         self._tiers: dict[int, dict[str, Progress | None]] = {}
         """By step and url, the further tiers that it is owed to."""
         self._dropped_in_a_row: dict[str, int] = {}
+        self._trouble: dict[str | None, str] = {}
+        """By url of a tier (None: the root) why the last try failed, while none has succeeded since."""
         self._untold: list[EverstepError] = []
         self._findings: OrderedDict[str, None] = OrderedDict()
         """Texts of what the comparison of the ranks found, to be told as warnings."""
@@ -57,6 +59,8 @@ class Outcomes:
         self.newest_durable: int | None = None
         self._safe = start, time.monotonic()
         """The newest durable step, as far as this session knows, and when it was asked for."""
+        self._run_gone = False
+        """Whether there was no run at the root any more, and nothing was committed since."""
         self._announced = False
         """Whether the schedule has heard that the failures are to be raised."""
         bound = parse_every(policy.max_unsaved, "max_unsaved")
@@ -111,12 +115,8 @@ class Outcomes:
 
     def note(self, progress: Progress) -> None:
         """Take in one message of the agent."""
-        if progress.stage == "agent_lost":
-            warnings.warn(
-                "everstep: the agent died and was started anew; unfinished flushes go on from its journal",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        if progress.stage in ("agent_lost", "run_gone"):
+            self._note_agent(progress)
             return
         if progress.incarnation != self._incarnation:
             return  # the agent finishes what an earlier incarnation left; its steps may bear the same numbers
@@ -143,7 +143,8 @@ class Outcomes:
             return
         self._flushes[progress.step] = progress
         if progress.stage == "committed":
-            self._in_a_row = 0
+            self._in_a_row, self._run_gone = 0, False
+            self._trouble.pop(None, None)
             if progress.step >= (self.newest_durable or 0):
                 self._safe = progress.step, self._asked[progress.step]
             self.newest_durable = max(progress.step, self.newest_durable or 0)
@@ -156,6 +157,15 @@ class Outcomes:
         log.warning("everstep: step %d did not become durable: %s", progress.step, error)
         self._untold.append(error)
         del self._untold[:-FINDINGS_MAX]
+
+    def _note_agent(self, progress: Progress) -> None:
+        """An agent that left because the run was deleted did not die."""
+        text = "the agent died and was started anew; unfinished flushes go on from its journal"
+        if progress.stage == "run_gone":
+            text = str(_as_error(progress, EverstepError))
+        if not self._run_gone:
+            warnings.warn(f"everstep: {text}", RuntimeWarning, stacklevel=3)
+        self._run_gone |= progress.stage == "run_gone"
 
     def _note_protection(self, progress: Progress) -> None:
         """Told each time: what was repaired can break again."""
@@ -183,6 +193,7 @@ class Outcomes:
             return
         if progress.stage == "mirrored":
             self._dropped_in_a_row[progress.tier] = 0
+            self._trouble.pop(progress.tier, None)
             log.info("everstep: step %d is durable at %s", progress.step, progress.tier)
             return
         error = _as_error(progress, SaveAbandoned)
@@ -191,8 +202,10 @@ class Outcomes:
         self._untold.append(error)
 
     def _find_trouble(self, progress: Progress, what_now: str) -> None:
+        error = _as_error(progress, EverstepError)
+        self._trouble[None if progress.stage == "upload_failing" else progress.tier] = str(error)
         if len(self._findings) < FINDINGS_MAX:
-            self._findings[f"{progress.tier}: {_as_error(progress, EverstepError)}; {what_now}"] = None
+            self._findings[f"{progress.tier}: {error}; {what_now}"] = None
 
     def _find(self, progress: Progress) -> None:
         """What the ranks' hashes say; the same is told once."""
@@ -278,7 +291,7 @@ class Outcomes:
         while step in self.holding():
             left = until - time.monotonic()
             if left <= 0:
-                raise _late(step, timeout_s, "")
+                raise _late(step, timeout_s, "", self._trouble.get(None))
             look(left)
 
     def wait(
@@ -291,14 +304,15 @@ class Outcomes:
         while not self.outcome(step, tier)[0]:
             left = until - time.monotonic()
             if left <= 0:
-                raise _late(step, timeout_s, where)
+                raise _late(step, timeout_s, where, self._trouble.get(tier))
             look(left)
 
 
-def _late(step: int, timeout_s: float, where: str) -> SaveFailed:
+def _late(step: int, timeout_s: float, where: str, trouble: str | None) -> SaveFailed:
+    last = "no try has come to an end so far" if trouble is None else f"the last try failed: {trouble}"
     return SaveFailed(
         f"step {step} did not become durable{where} in time",
-        found=f"still on its way after {timeout_s:g} s",
+        found=f"still on its way after {timeout_s:g} s; {last}",
         hint="It may still arrive; look at the agent's log, or wait again.",
         step=step,
     )

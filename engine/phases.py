@@ -29,10 +29,10 @@ class Phases:
         self._ranks = ranks
         self._what = what
 
-    def each(self, act: Callable[[], T]) -> T:
-        """``act`` on every rank. Raises PhaseFailed on all ranks if it fails on one; where it raises something that
-        is none of ours, that rank raises it."""
-        result, errors = self._ranks.outcomes(self._what, act, timeout_s=self.timeout_s)
+    def each(self, act: Callable[[], T], *, timeout_s: float | None = None) -> T:
+        """``act`` on every rank (``timeout_s``: which may take that long). Raises PhaseFailed on all ranks if it fails
+        on one; where it raises something that is none of ours, that rank raises it."""
+        result, errors = self._ranks.outcomes(self._what, act, timeout_s=timeout_s or self.timeout_s)
         if errors:
             raise PhaseFailed(errors)
         return result  # type: ignore[return-value]

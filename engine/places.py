@@ -15,8 +15,9 @@ from .backends.errors import Permanent
 from .backends.open import SUPPORTED, is_local, local_path, locate_store, open_backend
 from .errors import BadOption
 from .format.hashing import hexdigest
+from .plan.pace import TIER_RATE
 from .plan.retention import Retention
-from .policy import TIER_RATE, Tier
+from .policy import Tier
 
 RUNTIME_BASE = Path("/var/tmp")
 """Node-local directory for the agent's journal and socket: it survives a reboot, as the journal must."""

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeGuard
 
 from .errors import BadOption
 from .peers.address import split_address
-from .plan.pace import parse_rate
+from .plan.pace import TIER_RATE, parse_rate
 from .plan.schedule import AUTO, parse_duration, parse_every
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -20,9 +20,6 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 NODE_TIER = "nvme"
 """What a node's own tier is called, unless it has a name."""
-
-TIER_RATE = "50%"
-"""Of the way to a further tier that all nodes share, unless something else is said."""
 
 SLOTS_MIN = 3
 SLOTS_MAX = 64

@@ -20,6 +20,7 @@ from .phases import Phases
 from .plan import whose
 from .plan.whose import Key
 from .saved import Checkpoint, Wanted
+from .sharing import Bring
 from .state.elastic import check_data, derive_rng, reshard_loader_state
 from .state.merge import Saved, Skeleton, differences, merged
 from .state.plan_base import Extra
@@ -72,11 +73,13 @@ def into_state(
     *,
     parts: Collection[str] | None = None,
     rank: int | None = None,
+    bring: Bring | None = None,
 ) -> Reading:
-    """Restores ``state`` in place (or ``parts`` of it); as rank ``rank`` of the save, if that is given."""
+    """Restores ``state`` in place (or ``parts`` of it); as rank ``rank`` of the save, if that is given. ``bring``: see
+    :func:`.sharing.shared_fill`."""
 
     def read(opened: Callable[[], Sequence[Source]], phases: Phases) -> Filled:
-        return _Load(state, allow, parts, rank, phases).run(opened)
+        return _Load(state, allow, parts, rank, phases, bring).run(opened)
 
     return read
 
@@ -109,6 +112,7 @@ class _Load:
     parts: Collection[str] | None
     rank: int | None
     phases: Phases
+    bring: Bring | None = None
     equal: set[Key] = field(default_factory=set)
     loose: set[Key] = field(default_factory=set)
     own: int | None = None
@@ -127,7 +131,7 @@ class _Load:
             special = {part for _, parts in told for part in parts}
             unequal = phases.from_first(lambda: _unequal(checkpoint, special))
         phases.each(lambda: self._check(checkpoint, plan, unequal))
-        with checkpoint.filling(phases, lambda: self._asked(plan)) as fill_now:
+        with checkpoint.filling(phases, lambda: self._asked(plan), self.bring) as fill_now:
             return phases.each(lambda: self._fill(checkpoint, plan, fill_now))
 
     # -- comparing

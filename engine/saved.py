@@ -14,7 +14,7 @@ from .format.entries import Entry, Layout
 from .memory.errors import ArenaGone, SlotGone
 from .phases import Phases
 from .plan.reads import Read, plan_reads
-from .sharing import shared_fill
+from .sharing import Bring, shared_fill
 from .state.codec import StateImage
 from .state.merge import Saved
 from .store.blocking import run_blocking
@@ -83,6 +83,7 @@ class Checkpoint:
         self,
         phases: Phases,
         ask: Callable[[], tuple[Wanted, Sequence[int | None], Collection[Key]]],
+        bring: Bring | None = None,
     ) -> Iterator[Callable[[], FillReport]]:
         """As :meth:`fill` of what ``ask`` gives, by all ranks together: what several ranks of a node need is read
         once (see :func:`shared_fill`). Gives the function that fills."""
@@ -92,7 +93,7 @@ class Checkpoint:
             return self._reads([entry for entry, _ in wanted], readers, equal), _targets(wanted)
 
         reads, targets = phases.each(plan)
-        with shared_fill(phases, self._sources, reads, targets) as fill_now:
+        with shared_fill(phases, self._sources, reads, targets, bring) as fill_now:
             yield lambda: self._told(fill_now())
 
     def _told(self, report: FillReport) -> FillReport:

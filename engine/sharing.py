@@ -58,12 +58,18 @@ SHARED = "shared"
 """Kind of source: where the bytes came from, the rank says that read them."""
 
 
+Bring = Callable[[Phases, Sequence[Source], Sequence[Needs], Sequence[int]], Sequence[Source]]
+"""Given the sources, what each rank of the node needs from storage, and these ranks: the sources to read from. Called
+by all ranks."""
+
+
 @contextlib.contextmanager
 def shared_fill(
     phases: Phases,
     sources: Sequence[Source],
     reads: Sequence[Read],
     targets: Mapping[int, memoryview],
+    bring: Bring | None = None,
     *,
     shared_bytes: int = SHARED_BYTES,
 ) -> Iterator[Callable[[], FillReport]]:
@@ -75,12 +81,17 @@ def shared_fill(
     failure in what is shared ends it on the node's other ranks too, with the same error where that is Damaged or
     Pruned, else with a RankError that names it; a rank that ended, or made no progress within the phases' time,
     is a RankError. What a rank reads alone fails on that rank alone. The caller makes it one verdict.
+
+    ``bring`` hears, on all ranks, what its node needs, and gives the sources to read from.
     """
+    report = FillReport()
     if phases.world == 1:
+        if bring is not None:
+            needs = {key: image.ranges() for key, image in _needed(sources, reads, report).items()}
+            sources = bring(phases, sources, [needs], [phases.rank])
         yield lambda: run_blocking(fill(sources, reads, targets))
         return
     with contextlib.ExitStack() as stack:
-        report = FillReport()
         offer = phases.each(lambda: _offer(phases, sources, reads, report, shared_bytes, stack))
         offers = [_Offer(*told) for told in phases.share(offer.told)]
         group = [rank for rank, told in enumerate(offers) if told.node and told[:2] == offer.told[:2]]
@@ -88,9 +99,15 @@ def shared_fill(
         if len(group) > 1 and phases.rank in group:
             opened = _open_all([offers[rank] for rank in group], offer.places, stack)
         able = phases.share(opened is not None)
+        if opened is not None and not all(able[rank] for rank in group):
+            opened = None
+        if bring is not None:
+            mine = {key: image.ranges() for key, image in offer.images.items()}
+            node = (opened.needs, group) if opened is not None else ([mine], [phases.rank])
+            sources = bring(phases, sources, *node)
 
         def fill_now() -> FillReport:
-            if opened is None or not all(able[rank] for rank in group):
+            if opened is None:
                 report.add(run_blocking(fill(sources, reads, targets)))
                 return report
             members = {rank: Process(offers[rank].pid, offers[rank].start_time, boot_id()) for rank in group}
@@ -159,11 +176,7 @@ def _offer(
     stack: contextlib.ExitStack,
 ) -> _Mine:
     """What this rank needs, written into new memory, and the words that lead the others there."""
-    images = {
-        ImageKey(image.rank, image.name, image.record.nbytes, image.record.root.hex()): image
-        for image in run_blocking(images_of(sources, reads, report))
-        if image.holders[0].mapped(image.rank, image.name) is None
-    }
+    images = _needed(sources, reads, report)
     encoded = msgspec.msgpack.encode([[*key, image.ranges()] for key, image in images.items()])
     first = sources[0]
     places = _Places(phases.world, first.chunk_bytes, shared_bytes)
@@ -178,6 +191,15 @@ def _offer(
     same = (first.incarnation, first.step, first.chunk_bytes, covered, shared_bytes, boot_id())
     place = (process.pid, process.start_time, fd, token.hex(), len(encoded))
     return _Mine(_Offer(phases.node, hexdigest(repr(same).encode()), *place), images, places)
+
+
+def _needed(sources: Sequence[Source], reads: Sequence[Read], report: FillReport) -> dict[ImageKey, Image]:
+    """The images that are read from storage."""
+    return {
+        ImageKey(image.rank, image.name, image.record.nbytes, image.record.root.hex()): image
+        for image in run_blocking(images_of(sources, reads, report))
+        if image.holders[0].mapped(image.rank, image.name) is None
+    }
 
 
 class _Places:

@@ -182,15 +182,17 @@ class Lookout:
     """Looks whether a run's newest writer lives on another host. A beacon that stands still costs the time of some of
     its intervals, once: :meth:`begin` is called before something that takes time anyhow, such as a load."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, known: dict[int, IncarnationRecord] | None = None) -> None:
+        """``known``: see :func:`~.store.runs.read_incarnations`."""
         self._backend = backend
+        self._known = known
         self._began = time.monotonic()
         self._first: dict[str, Beacon] = {}
 
     def begin(self) -> None:
         """The first look, if the newest writer was on another host. Errors are left to those who need to read."""
         with contextlib.suppress(EverstepError):
-            records = run_blocking(read_incarnations(self._backend))
+            records = run_blocking(read_incarnations(self._backend, self._known))
             if records and is_elsewhere(records[-1].writer):
                 self._began, self._first = time.monotonic(), self._look()
 

@@ -92,7 +92,7 @@ class Beacons:
         beacon, run = self.now(), self._service.run_record
         if beacon is None or run is None or (self._quiet and not beacon.living and not beacon.queue):
             return
-        guarded = SameRun(self._service.backend, run, lambda: None)
+        guarded = SameRun(self._service.backend, run, lambda found: None)
         name = self._name_of(beacon)
         try:
             if self._name not in ("", name):
@@ -155,7 +155,9 @@ class Beacons:
         if run is None or not self._name:
             return
         try:
-            await asyncio.wait_for(self._remove(SameRun(self._service.backend, run, lambda: None)), CLOSE_S)
+            await asyncio.wait_for(
+                self._remove(SameRun(self._service.backend, run, lambda found: None)), CLOSE_S
+            )
         except (BackendError, EverstepError, asyncio.TimeoutError) as error:
             log.warning("the beacon stays behind: %s", error)
 

@@ -97,6 +97,8 @@ class AgentClient:
         """Of each step the highest attempt that has a verdict."""
         self._verdicts: dict[int, Progress] = {}
         self._untold: EverstepError | None = None
+        self._run_gone: EverstepError | None = None
+        """Why the agent left, where that was its reason."""
         self._down = False
         self._said_goodbye = False
         self._numbers = itertools.count(1)
@@ -340,6 +342,10 @@ class AgentClient:
 
     def _pump(self) -> None:
         self._link.advance()
+        self._hear()
+
+    def _hear(self) -> None:
+        """Take in the news that have come."""
         replies = self._link.replies
         for _ in range(len(replies)):
             reply = replies.popleft()
@@ -350,6 +356,10 @@ class AgentClient:
 
     def _take(self, progress: Progress) -> None:
         self._news.append(progress)
+        if progress.stage == "run_gone" and progress.error is not None:
+            self._run_gone = from_wire(progress.error)
+        elif progress.stage == "committed":
+            self._run_gone = None
         if progress.incarnation != self._hello.incarnation:
             return
         if progress.stage in ("mirrored", "mirror_dropped") and progress.step in self._owed:
@@ -383,12 +393,13 @@ class AgentClient:
 
     def _agent_lost(self, why: str) -> None:
         """Told once per loss; AgentError is raised once per time without any agent."""
+        self._hear()  # it may have said why it leaves
         down = self._link.state is State.DOWN
         if not (down and self._down):
             error = AgentError("the agent was lost", found=why)
             self._news.append(self._own(max(self._wanted, default=NO_STEP), "agent_lost", error))
         if down:
-            if not self._down:
+            if not self._down and self._run_gone is None:
                 self._untold = self._link.error
             self._down = True
             self._fail_wanted()
@@ -456,7 +467,7 @@ class AgentClient:
         if self._inline is not None and self._inline.error is not None:
             error = self._inline.error
             return AgentError("the inline agent failed", found=f"{type(error).__name__}: {error}")
-        return self._link.error or AgentError(else_say)
+        return self._run_gone or self._link.error or AgentError(else_say)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

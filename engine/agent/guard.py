@@ -23,11 +23,11 @@ change is as good as the one that a request takes."""
 
 
 class SameRun(Wrapper):
-    """Changes nothing unless the run under the root is ``run``, by its record; else calls ``gone`` and raises
-    SaveFailed. (The moment between look and change is closed, on file systems, by a backend that is bound to its
+    """Changes nothing unless the run under the root is ``run``, by its record; else tells ``gone`` what is there, and
+    raises SaveFailed. (The moment between look and change is closed, on file systems, by a backend that is bound to its
     directory.)"""
 
-    def __init__(self, inner: Backend, run: RunRecord, gone: Callable[[], None]) -> None:
+    def __init__(self, inner: Backend, run: RunRecord, gone: Callable[[str], None]) -> None:
         super().__init__(inner)
         self._run = run
         self._gone = gone
@@ -42,7 +42,7 @@ class SameRun(Wrapper):
         except NotFound:
             found = "no run"
         if found != self._run.run_id:
-            self._gone()
+            self._gone(found)
             raise SaveFailed(
                 f"{name} is not touched: the run under {self.url} is gone",
                 found=found,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.memory.process import Process
-from everstep.plan.pace import Adaptive, Fixed, governor, parse_rate
+from everstep.plan.pace import TIER_RATE, Adaptive, Fixed, governor, parse_rate
 
 from .members import Member
 from .protocol import Loading, Noted
@@ -24,8 +24,6 @@ STEPS_LOOK_S = 0.1
 LOAD_S_MAX = 600.0
 """How long a trainer that loads goes before everything; it may hang."""
 LOADERS_MAX = 4096
-TIER_RATE = "50%"
-"""Of a tier that is no commit tier, unless it is told otherwise."""
 
 
 @dataclass

@@ -20,7 +20,7 @@ from everstep.backends.api import Backend, Notes
 from everstep.backends.errors import BackendError
 from everstep.backends.limit import RateLimited
 from everstep.backends.open import is_local
-from everstep.errors import AgentError, EverstepError, Superseded
+from everstep.errors import AgentError, EverstepError, NotARun, Superseded
 from everstep.format.manifest import Manifest
 from everstep.format.records import RunRecord
 from everstep.memory.arena import Arena
@@ -411,9 +411,21 @@ class Service:
     def at_work_elsewhere(self, missing: list[int]) -> bool:
         return self._elsewhere.at_work(missing)
 
-    def run_is_gone(self) -> None:
+    def run_is_gone(self, found: str) -> None:
         """The run was deleted, or replaced by another: there is nothing left to serve."""
-        log.error("the run under %s is gone; leaving", self.settings.root)
+        if self.stopped.is_set():
+            return
+        root = self.settings.root
+        log.error("the run under %s is gone (%s is there); leaving", root, found)
+        error = NotARun(
+            f"the run under {root} is gone: it was deleted, or replaced, while it was being written",
+            found=found,
+            expected=self._run.run_id if self._run is not None else "a run",
+            hint="Nothing becomes durable there any more; start the job anew",
+        )
+        news = Progress(NO_STEP, self.members.newest, 0, root, "run_gone", error.to_wire())
+        for peer in list(self._registered):
+            peer.send(_news(news))
         self.leave()
 
     def report(self, progress: Progress) -> None:

@@ -148,7 +148,8 @@ class Progress:
     ``stage`` of a rank: queued (accepted, and in the journal), written (its images are durable), voted; of a
     step: committed, failed, abandoned, superseded, and just before the first of these what the ranks' hashes
     say: disagreement (replicas differ), equal (what each rank stores is equal on all), noticed; of no step
-    (``NO_STEP``): superseded, rotated, and agent_lost where nothing was unfinished. Of protection against the loss of
+    (``NO_STEP``): superseded, rotated, run_gone (there is no run at the root any more; the agent ends), and agent_lost
+    where nothing was unfinished. Of protection against the loss of
     nodes: peer_failed (a snapshot could not be sent; it is tried again), unprotected (training goes on without a node's
     protection), protected (it is back), replicas_differ (a rank here has other bytes of a tensor than another node's).
     Of a further tier, whose url ``tier`` is then: mirrored (the checkpoint is durable there), mirror_failing (it is

@@ -15,6 +15,8 @@ from typing import Protocol
 from ..errors import BadOption
 
 ADAPTIVE = "adaptive"
+TIER_RATE = "50%"
+"""Of the way to a further tier that all nodes share, unless something else is said."""
 MIB = 1 << 20
 
 FILL_S = 0.5

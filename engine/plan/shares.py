@@ -38,8 +38,8 @@ Round = tuple[Share, ...]
 chunks that follow one another in an image do so in memory as well."""
 
 
-def common_ranges(needs: Sequence[Needs]) -> dict[ImageKey, list[Range]]:
-    """What two or more of the ranks need, in the order of images."""
+def common_ranges(needs: Sequence[Needs], least: int = 2) -> dict[ImageKey, list[Range]]:
+    """What ``least`` or more of the ranks need, in the order of images."""
     edges: defaultdict[ImageKey, list[tuple[int, int]]] = defaultdict(list)
     for some in needs:
         for image, ranges in some.items():
@@ -47,26 +47,34 @@ def common_ranges(needs: Sequence[Needs]) -> dict[ImageKey, list[Range]]:
                 edges[image] += (begin, 1), (end, -1)
     found: dict[ImageKey, list[Range]] = {}
     for image in sorted(edges):
-        ranges_found = _twice(sorted(edges[image]))
+        ranges_found = _over(sorted(edges[image]), least)
         if ranges_found:
             found[image] = ranges_found
     return found
 
 
-def _twice(edges: Sequence[tuple[int, int]]) -> list[Range]:
-    """Where at least two ranges lie over one another; an end sorts before a begin at the same place."""
+def _over(edges: Sequence[tuple[int, int]], least: int) -> list[Range]:
+    """Where at least ``least`` ranges lie over one another; an end sorts before a begin at the same place."""
     ranges: list[Range] = []
     depth = begin = 0
     for at, step in edges:
-        if depth == 1 and step == 1:
+        if depth == least - 1 and step == 1:
             begin = at
-        elif depth == 2 and step == -1 and begin < at:
+        elif depth == least and step == -1 and begin < at:
             if ranges and ranges[-1][1] == begin:
                 ranges[-1] = (ranges[-1][0], at)
             else:
                 ranges.append((begin, at))
         depth += step
     return ranges
+
+
+def mostly_needed(needs: Sequence[Needs], nbytes: Mapping[int, int]) -> list[int]:
+    """The ranks at the save of whose images, ``nbytes`` in all, these ranks together need more than half."""
+    needed: defaultdict[int, int] = defaultdict(int)
+    for image, ranges in common_ranges(needs, 1).items():
+        needed[image.rank] += sum(end - begin for begin, end in ranges)
+    return [rank for rank in sorted(needed) if 2 * needed[rank] > nbytes[rank]]
 
 
 def without(ranges: Sequence[Range], holes: Sequence[Range]) -> list[Range]:

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from everstep.backends.api import Backend, Notes
 from everstep.backends.errors import Conflict, NotFound, Permanent
 from everstep.backends.points import reach
-from everstep.errors import Damaged, NoCheckpoint, NotARun, RunError, SaveAbandoned, SaveFailed
+from everstep.errors import Damaged, EverstepError, NoCheckpoint, NotARun, RunError, SaveAbandoned, SaveFailed
 from everstep.format import names
 from everstep.format.layout import proved
 from everstep.format.manifest import Abort, Manifest, Tombstone, decision_number, decode_decision
 from everstep.format.records import RunRecord
-from everstep.format.vote import ImageRecord
+from everstep.format.vote import ImageRecord, Vote
 
 from .asking import each, reading, writing
 from .catalog import list_step, read_decision, read_decision_at, read_numbered
@@ -252,7 +252,7 @@ class _Share:
     async def copy(self) -> int:
         place = self.manifest.step, self.manifest.incarnation, self.manifest.attempt, self.rank
         durable = DurableSource(self.source, self.manifest, self.chunk_bytes)
-        data, vote = await durable.vote(self.rank)
+        data, vote = await self._vote(durable)
         sent = await self._layout(durable, vote.layout_hash)
         images = [image for image in vote.images if image.nbytes]  # those without bytes are no object
         buffers: list[mmap.mmap] = []
@@ -280,6 +280,13 @@ class _Share:
             ) from None
         reach("mirror.vote.after", name)
         return sent + (len(data) if new else 0)
+
+    async def _vote(self, durable: DurableSource) -> tuple[bytes, Vote]:
+        """The manifest proves it, wherever it lies."""
+        if self.mending:
+            with suppress(EverstepError):
+                return await DurableSource(self.target, self.manifest, self.chunk_bytes).vote(self.rank)
+        return await durable.vote(self.rank)
 
     async def _layout(self, durable: DurableSource, hash_text: str) -> int:
         """Layouts are shared by all checkpoints: one that is there stays, unless it is damaged."""

@@ -154,12 +154,18 @@ async def discard(near: Backend, directory: str, rank: int | None = None) -> Non
 
 
 async def retain(
-    near: Backend, retention: Retention, lineage: Lineage, newest: Key, in_use: Collection[Key]
+    near: Backend,
+    retention: Retention,
+    lineage: Lineage,
+    newest: Key,
+    in_use: Collection[Key] = (),
+    protected: Collection[Key] = (),
 ) -> list[Key]:
     """Remove from a node's tier what ``retention`` gives up; what was removed. Of what is newer than ``newest``, the
-    newest checkpoint at the root, and of what is ``in_use``, nothing goes. Raises CannotTell, SaveFailed."""
+    newest checkpoint at the root, of what is ``in_use``, and of the ``protected`` nothing goes. Raises CannotTell,
+    SaveFailed."""
     found = [one.key for one in await list_steps(near) if one.key <= newest and one.key not in in_use]
-    removed = plan_retention(found, retention, lineage).remove
+    removed = plan_retention(found, retention, lineage, protected).remove
     for incarnation, step in removed:
         await discard(near, names.checkpoint_dir(step, incarnation))
     return list(removed)

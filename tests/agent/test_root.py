@@ -109,8 +109,8 @@ def test_where_a_look_is_a_request_what_decides_nothing_is_looked_at_seldom(
     async def main() -> None:
         counting = Counting(Flat(tmp_path))
         run = await create_run(counting, chunk_bytes=4096)
-        gone: list[int] = []
-        guarded = SameRun(counting, run, lambda: gone.append(1))
+        gone: list[str] = []
+        guarded = SameRun(counting, run, gone.append)
         counting.reset()
         for number in range(5):
             await guarded.write(f"events/{number}.jsonl", b"x")
@@ -120,9 +120,9 @@ def test_where_a_look_is_a_request_what_decides_nothing_is_looked_at_seldom(
         await guarded.write("events/9.jsonl", b"x")
         with pytest.raises(SaveFailed, match="is gone"):
             await guarded.create("decisive", b"x")
-        assert gone == [1]
+        assert gone == ["no run"]
         monkeypatch.setattr(everstep.agent.guard, "LOOK_S", 0.0)
-        late = SameRun(counting, run, lambda: gone.append(1))
+        late = SameRun(counting, run, gone.append)
         with pytest.raises(SaveFailed):
             await late.write("events/10.jsonl", b"x")
         assert not (tmp_path / "decisive").exists() and not (tmp_path / "events" / "10.jsonl").exists()

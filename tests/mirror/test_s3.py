@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -194,3 +198,34 @@ def test_a_copy_on_the_server_is_loaded_and_gone_on_with(
     assert command(server, "fsck", url)[0] == 0
     assert command(server, "copy", url, str(tmp_path / "run"))[0] == 0
     assert torch.equal(everstep.load(tmp_path / "run")["model"]["weight"], torch.full((8, 8), 2.0))
+
+
+@pytest.mark.parametrize("far", [True, False])
+def test_a_copy_that_was_killed_is_gone_on_with_by_calling_it_again(
+    server: S3Server, tmp_path: Path, far: bool
+) -> None:
+    """Killed in the middle of a large image (in the object store: of its upload)."""
+    run, target = tmp_path / "run", server.url() if far else str(tmp_path / "target")
+    for step in (1, 2):
+        everstep.save(run, step, {"w": torch.rand(3 << 20), "small": {"v": torch.ones(5) * step}})
+    half = names.image(2, 2, 1, 0, "w")
+    environment = {**os.environ, **server.env, "EVERSTEP_POINTS": f"kill:mirror.image.piece:{half}:2"}
+    child = subprocess.run(
+        [sys.executable, "-m", "everstep.cli", "copy", str(run), target], env=environment, timeout=100
+    )
+    assert child.returncode == -signal.SIGKILL
+    code, listed = command(server, "ls", target)
+    assert code == 0 and [one["step"] for one in listed["checkpoints"]] == [1]
+
+    code, said = command(server, "copy", str(run), target)
+    assert code == 0 and [one["step"] for one in said["copied"]] == [2]
+    assert [one["step"] for one in said["present"]] == [1]
+    assert said["sent_bytes"] < 1.1 * (run / half).stat().st_size
+    assert command(server, "fsck", target)[0] == 0
+    assert command(server, "gc", target, "--older-than", "0s")[0] == 0
+    if far:
+        assert stored(server, target) == kit.objects(run) and not uploads(server, target)
+    else:
+        assert kit.objects(Path(target)) == kit.objects(run)
+    code, said = command(server, "copy", str(run), target)
+    assert code == 0 and said["sent_bytes"] == 0

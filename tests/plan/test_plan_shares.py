@@ -7,7 +7,7 @@ from collections import Counter
 from itertools import pairwise
 
 from everstep.plan.reads import Range, Read
-from everstep.plan.shares import Clipper, ImageKey, common_ranges, deal, without
+from everstep.plan.shares import Clipper, ImageKey, common_ranges, deal, mostly_needed, without
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,3 +86,15 @@ def test_reads_are_clipped_to_ascending_ranges(rng: random.Random) -> None:
     taken = [part for begin, end in ranges for part in clipper.take(begin, end)]
     inside = {at for begin, end in ranges for at in range(begin, end)}
     assert places(taken) == Counter({k: n for k, n in places(reads).items() if k[1] in inside})
+
+
+def test_shares_that_are_mostly_needed() -> None:
+    """More than half of a rank's images, by what the readers need together: what two of them need counts once."""
+    sizes = {0: 100, 1: 100, 2: 100}
+    first = {ImageKey(0, "a", 60, ""): [(0, 40)], ImageKey(1, "a", 100, ""): [(0, 50)]}
+    second = {ImageKey(0, "b", 40, ""): [(0, 11)], ImageKey(1, "a", 100, ""): [(10, 50)]}
+    third = {ImageKey(1, "a", 100, ""): [(99, 100)], ImageKey(2, "a", 100, ""): [(0, 100)]}
+    assert mostly_needed([first], sizes) == []
+    assert mostly_needed([first, second], sizes) == [0]
+    assert mostly_needed([first, second, third], sizes) == [0, 1, 2]
+    assert mostly_needed([{}], sizes) == []

@@ -98,6 +98,28 @@ def test_a_rotation_asks_little_and_tombstones_that_wait_cost_nothing(
     assert counts[-1].total() <= counts[3].total() + 2, f"it grows with what waits: {counts}"
 
 
+def test_records_are_read_once_by_whoever_opens(s3_server: S3Server, proxy: S3Proxy) -> None:
+    """By the trainer, from its load to its first step, and by its agent."""
+    url = s3_server.url()
+    state = {"w": torch.arange(1000.0)}
+    for step in range(1, INCARNATIONS):
+        everstep.save(url, step, state)
+    asked(proxy)
+    quiet = kit.policy(full_every=None, heartbeat_s=60)
+
+    def of_records() -> Counter[str]:
+        proxy.wait_quiet()
+        got = [one.key for one in proxy.requests if one.operation == "GetObject"]
+        return Counter(key.rpartition("/")[2] for key in got if "/incarnations/" in key)
+
+    former = {f"{number:04d}.json" for number in range(1, INCARNATIONS)}
+    with everstep.Checkpointer(url, policy=quiet, agent="inline") as ckpt:
+        ckpt.load(state)
+        assert of_records() == dict.fromkeys(former, 1)
+        ckpt.save(10, state).wait()
+        assert of_records() == {**dict.fromkeys(former, 2), f"{INCARNATIONS:04d}.json": 1}
+
+
 def _removed(server: S3Server, url: str, step: int) -> bool:
     return not any(name.endswith(".vote") for name in kit.names(server, f"{url}/checkpoints/{step:09d}"))
 

@@ -129,6 +129,8 @@ def test_a_load_that_is_asked_to_mends_the_root(root: Path, tmp_path: Path, faul
     with opened(root, tiers=[everstep.Tier(far)]) as ckpt:
         assert ckpt.load(training.state, mend=True) == 2
         assert same_bits(training.weights(), weights[2])
+        assert ckpt.recovery is not None and set(ckpt.recovery.sources) == {"disk"}, "what was mended is read"
+        assert not ckpt.recovery.fallbacks
     after = tree(root)
     assert {name: data for name, data in whole.items() if "000000002" in name} == {
         name: data for name, data in after.items() if "000000002" in name
@@ -139,3 +141,30 @@ def test_a_load_that_is_asked_to_mends_the_root(root: Path, tmp_path: Path, faul
         assert ckpt.load(again.state) == 2
         assert ckpt.recovery is not None and not ckpt.recovery.fallbacks
     assert same_bits(again.weights(), weights[2])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(("fault", "step"), [("both", 1), ("out of reach", 2)])
+def test_what_cannot_be_mended_does_not_stop_the_load(
+    root: Path, tmp_path: Path, fault: str, step: int
+) -> None:
+    far = tmp_path / "far"
+    weights = trained(root, far, 2)
+    if fault == "both":
+        flip(images(root, 2)[0])
+    if fault == "out of reach":
+        shutil.rmtree(far)
+        far.write_text("no directory")
+    else:
+        flip(images(far, 2)[0])
+        images(root, 2)[1].unlink()
+    training = Training(seed=4)
+    with opened(root, tiers=[everstep.Tier(far)]) as ckpt:
+        with pytest.warns(RuntimeWarning, match="step 2 could not be mended"):
+            assert ckpt.load(training.state, mend=True) == step
+        assert same_bits(training.weights(), weights[step])

@@ -14,8 +14,10 @@ from everstep import errors
 from everstep.backends.errors import Permanent
 from everstep.backends.faults import Fault
 from everstep.cli.main import main
+from everstep.places import locate
 
 from tests.facade.kit import Storage, Training, opened, same_bits, steps_on_disk, torchrun, until
+from tests.nvme.kit import Places, denied
 
 
 def tree(root: Path) -> dict[str, bytes]:
@@ -255,3 +257,22 @@ def test_ranks_that_ask_one_after_the_other_do_not_wait_for_each_other(root: Pat
     far = tmp_path / "far"
     torchrun(ONE_BY_ONE, root, far)
     until(lambda: steps_on_disk(far) == [1, 2], "the last step", timeout_s=60)
+
+
+def test_a_wait_for_a_tier_that_is_down_ends_and_says_why(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far, places, training = tmp_path / "far", Places(monkeypatch), Training()
+    monkeypatch.setattr("everstep.agent.mirrors.PAUSE_FIRST_S", 0.05)
+    with opened(root, tiers=[everstep.Tier(far)]) as ckpt:
+        ckpt.load(training.state)
+        training.step()
+        places.fail(far, denied("open_writer"))
+        handle = ckpt.save(1, training.state)
+        handle.wait()
+        with pytest.raises(errors.SaveFailed, match="still on its way") as caught:
+            handle.wait("file", timeout_s=3.0)
+        assert locate(far).url in str(caught.value) and "the last try failed" in str(caught.value)
+        assert "denied" in str(caught.value) and not handle.done("file") and handle.error is None
+        places.heal(far)
+        handle.wait("file")

@@ -9,7 +9,7 @@ from typing import Any
 import everstep
 import pytest
 
-from tests.facade.kit import Training, forget_memory, opened, same_bits
+from tests.facade.kit import Training, forget_memory, opened, same_bits, steps_on_disk, until
 from tests.s3.conftest import s3_server
 from tests.s3.server import S3Server
 
@@ -57,3 +57,41 @@ def test_secrets_are_nowhere(root: Path, tmp_path: Path, s3_server: S3Server) ->
         files = [path for path in places if path.is_file()]
         assert any(path.name == "data.mdb" for path in files)
         assert [path for path in files if secret in path.read_bytes()] == []
+
+
+@pytest.mark.long
+def test_going_back_in_a_running_job(root: Path, tmp_path: Path, s3_server: S3Server) -> None:
+    """With a tier in an object store, and one of the node: to a step that only the far one has, and to the newest. What
+    was written after it is chosen nowhere again."""
+    url, training = s3_server.url(), Training()
+    nvme = everstep.Tier(tmp_path / "nvme", scope="node", keep_last=1)
+    tiers = [nvme, far(s3_server, url, keep_last=10)]
+    weights = {}
+    with opened(root, tiers=tiers, policy={"keep_last": 1}) as ckpt:
+        ckpt.load(training.state)
+        for step in (1, 2, 3, 4):
+            training.step()
+            weights[step] = training.weights()
+            ckpt.save(step, training.state).wait("far")
+        until(lambda: steps_on_disk(root) == [4], "rotation at the root")
+        assert ckpt.rollback(1, reason="loss spike") == 1
+        assert same_bits(training.weights(), weights[1])
+        assert ckpt.recovery is not None and set(ckpt.recovery.sources) == {"tier"}
+        training.step()
+        ckpt.save(2, training.state).wait("far")
+        again = training.weights()
+        training.step()
+        assert ckpt.rollback(reason="another one") == 2
+        assert same_bits(training.weights(), again)
+        training.step()
+        ckpt.save(3, training.state).wait("far")
+        weights[3] = training.weights()
+    forget_memory(root)
+    for lost in (tmp_path / "nvme", root):
+        shutil.rmtree(lost)
+        resumed = Training(seed=5)
+        with opened(root, tiers=tiers) as ckpt:
+            assert ckpt.load(resumed.state) == 3
+            assert ckpt.recovery is not None and ckpt.recovery.incarnation == 3
+        assert same_bits(resumed.weights(), weights[3])
+        forget_memory(root)
