@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import hashlib
 import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from typing import Any, TypeVar
 
 import botocore.handlers
@@ -29,7 +27,8 @@ from .limit import Gate
 from .retry import repeat
 from .s3body import Flow
 from .s3errors import Expired, Stale, from_s3_error
-from .s3writer import Room, base64_md5
+from .s3sums import header_of, md5
+from .s3writer import Room
 
 T = TypeVar("T")
 
@@ -152,18 +151,17 @@ class S3Client:
         """Where the parts of this loop's writers wait."""
         return self._own().room
 
-    async def md5(self, view: memoryview | bytes) -> bytes:
-        """Checksum of ``view``, taken on a thread where that is worth it."""
+    async def hashed(self, take: Callable[[memoryview], bytes], view: memoryview) -> bytes:
+        """The checksum that ``take`` takes of ``view``, on a thread where that is worth it."""
         if len(view) <= 64 << 10:
-            return hashlib.md5(view, usedforsecurity=False).digest()
+            return take(view)
         with self._lock:
             if self._hashing is None:
-                self._hashing = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="everstep-md5")
+                self._hashing = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="everstep-sums")
             pool = self._hashing
-        work = partial(hashlib.md5, view, usedforsecurity=False)
-        job = asyncio.get_running_loop().run_in_executor(pool, work)
+        job = asyncio.get_running_loop().run_in_executor(pool, take, view)
         try:
-            return (await asyncio.shield(job)).digest()
+            return await asyncio.shield(job)
         except asyncio.CancelledError:
             await asyncio.wait({job})  # the caller's memory is not looked at after the call
             raise
@@ -286,4 +284,4 @@ def _add_md5(request: Any, **_: Any) -> None:
         del request.headers[header]
     body = request.data if isinstance(request.data, bytes) else str(request.data or "").encode()
     del request.headers["Content-MD5"]
-    request.headers["Content-MD5"] = base64_md5(hashlib.md5(body, usedforsecurity=False).digest())
+    request.headers["Content-MD5"] = header_of(md5(body))
