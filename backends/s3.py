@@ -140,18 +140,20 @@ class S3Backend:
         check_name(name)
         return int((await self.head(name))["ContentLength"])
 
-    async def head(self, name: str, *, checksums: bool = False) -> dict[str, Any]:
-        """What the server says of the object. NotFound, or Permanent where there is no bucket."""
-        target = {**self.target(name), **({"ChecksumMode": "ENABLED"} if checksums else {})}
+    async def head(self, name: str, *, sums: bool = False) -> dict[str, Any]:
+        """What the server says of the object; its checksums other than the ETag only with ``sums``. NotFound, or
+        Permanent where there is no bucket."""
+        target = self.target(name)
+        wanted = {**target, **({"ChecksumMode": "ENABLED"} if sums else {})}
         try:
-            return await self.client.call(name, "head_object", **target)
+            return await self.client.call(name, "head_object", **wanted)
         except (NotFound, Permanent):
             # An answer without a body does not say what is the matter (which object or bucket is missing, whether
             # it is rights or time that is up); this one does, and mends what can be mended.
             with suppress(ShortRead):
                 answer = await self.client.call(name, "get_object", **target, Range="bytes=0-0")
                 answer["Body"].close()
-            return await self.client.call(name, "head_object", **target)
+            return await self.client.call(name, "head_object", **wanted)
 
     # -- writing ---------------------------------------------------------------------------------------
 

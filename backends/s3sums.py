@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from botocore.exceptions import ClientError
 
 from .errors import NotFound, Permanent, Retryable
-from .s3body import Flow
+from .s3body import Body, Flow
 from .s3errors import Expired, Stale
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ async def checks_crc32(backend: S3Backend, name: str) -> bool:
                 **backend.target(name),
                 UploadId=upload,
                 PartNumber=1,
-                Body=_PROBE,
+                Body=Body(memoryview(_PROBE), flow),
                 ChecksumCRC32=header_of(crc32(_OTHER)),
             )
         except ClientError as error:

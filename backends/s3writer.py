@@ -305,7 +305,7 @@ class S3Writer:
         """Whether the object that stands there now is the one that was sent: by size, and by checksum as far as the
         server's is known to be of the parts' MD5, or as it said itself (``told``)."""
         try:
-            found = await self._backend.head(self._name, checksums=self._crc32)
+            found = await self._backend.head(self._name, sums=self._crc32)
         except NotFound as error:
             raise Retryable(self._name, "the upload is gone, and there is no object") from error
         size, etag = int(found["ContentLength"]), etag_of(found)

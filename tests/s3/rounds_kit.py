@@ -142,7 +142,7 @@ class Killer:
                 return False
             kill = self._left[0]
             if kill.held:
-                if request.operation != "UploadPart":
+                if not request.is_part:
                     return False
                 if len(self._parts) >= kill.nth:
                     return True
@@ -302,7 +302,7 @@ def sent_again(requests: list[Request], struck: list[Struck]) -> list[str]:
     done: set[tuple[str, int | None]] = set()
     found = []
     for request in requests:
-        if request.operation != "UploadPart":
+        if not request.is_part:
             continue
         which = request.key, request.part
         if which in done:

@@ -49,8 +49,7 @@ def open_through(proxy: S3Proxy, server: S3Server, url: str) -> S3Backend:
 
 
 def is_part(request: Request) -> bool:
-    """Other than that by which the server proves what it checks."""
-    return request.operation == "UploadPart" and int(request.headers["content-length"]) > 1
+    return request.is_part
 
 
 async def until(holds: Callable[[], bool]) -> None:

@@ -48,8 +48,7 @@ class Seen:
         if self.ignoring:
             del request.headers["x-amz-checksum-crc32"]
         names = {name.lower() for name in request.headers}
-        nbytes = len(request.data) if hasattr(request.data, "__len__") else request.data.getbuffer().nbytes
-        self.parts.append((nbytes, names & {"content-md5", "x-amz-checksum-crc32"}))
+        self.parts.append((len(request.data), names & {"content-md5", "x-amz-checksum-crc32"}))
 
     @property
     def probes(self) -> int:
