@@ -6,7 +6,8 @@
     ├── NotFound      no object of that name
     ├── Conflict      the name exists already (create-if-absent)
     ├── Permanent     trying again cannot help: denied, not a directory, unsupported
-    │   └── NoSpace   full disk or quota
+    │   ├── NoSpace   full disk or quota
+    │   └── UnknownOption  a storage option that nobody knows
     ├── Retryable     may succeed when tried again: timeouts, resets, 5xx
     └── ShortRead     an object ends before the bytes asked for
 
@@ -47,6 +48,17 @@ class Permanent(BackendError):
 
 class NoSpace(Permanent):
     """A full disk or quota."""
+
+
+class UnknownOption(Permanent):
+    """A storage option (``cause`` names it) that is not among ``known``."""
+
+    def __init__(self, name: str, cause: str = "", known: str = "") -> None:
+        super().__init__(name, cause)
+        self.known = known
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, self.cause, self.known)
 
 
 class Retryable(BackendError):

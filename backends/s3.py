@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
@@ -17,7 +19,10 @@ from .parallel import each
 from .s3body import Body, Flow, receive
 from .s3client import Attempt, Line, S3Client
 from .s3errors import Denied
-from .s3writer import PART_BYTES, S3Writer, base64_md5, check_etag, etag_of
+from .s3sums import check_etag, checks_crc32, etag_of, header_of, md5
+from .s3writer import PART_BYTES, S3Writer
+
+log = logging.getLogger("everstep.backends")
 
 T = TypeVar("T")
 
@@ -41,6 +46,9 @@ ABORTS_MAX = 8
 
 UPLOADS_PARALLEL = 8
 """Uploads that are looked at, or aborted, side by side."""
+
+ABORT_S = 20.0
+"""Seconds that a failed upload's abortion may take; what then stays is a leftover."""
 
 PROBE_NAME = ".probe"
 """An object of one byte in each root that is created into: no proper name, so it is never listed. Whether a conditional
@@ -79,6 +87,7 @@ class S3Backend:
         self._root = f"{prefix}/" if prefix else ""
         self.client = S3Client(self.url, options or {}, gate)
         self._proved = False
+        self._crc32: bool | None = None
 
     # -- reading ---------------------------------------------------------------------------------------
 
@@ -146,11 +155,13 @@ class S3Backend:
         check_name(name)
         return int((await self.head(name))["ContentLength"])
 
-    async def head(self, name: str) -> dict[str, Any]:
-        """What the server says of the object. NotFound, or Permanent where there is no bucket."""
+    async def head(self, name: str, *, sums: bool = False) -> dict[str, Any]:
+        """What the server says of the object; its checksums other than the ETag only with ``sums``. NotFound, or
+        Permanent where there is no bucket."""
         target = self.target(name)
+        wanted = {**target, **({"ChecksumMode": "ENABLED"} if sums else {})}
         try:
-            return await self.client.call(name, "head_object", **target)
+            return await self.client.call(name, "head_object", **wanted)
         except (NotFound, Permanent):
             # An answer without a body does not say what is the matter (which object or bucket is missing, whether
             # it is rights or time that is up); this one does, and mends what can be mended.
@@ -159,7 +170,7 @@ class S3Backend:
                     name, lambda line, flow: line.call("get_object", **target, Range="bytes=0-0")
                 )
                 answer["Body"].close()
-            return await self.client.call(name, "head_object", **target)
+            return await self.client.call(name, "head_object", **wanted)
 
     # -- writing ---------------------------------------------------------------------------------------
 
@@ -202,8 +213,8 @@ class S3Backend:
 
     async def put(self, name: str, data: memoryview, **arguments: Any) -> None:
         """One put with a checksum that the server checks. What it says that it has must be what was sent."""
-        digest = await self.client.md5(data)
-        wanted = {**self.target(name), "ContentMD5": base64_md5(digest), **arguments}
+        digest = await self.client.hashed(md5, data)
+        wanted = {**self.target(name), "ContentMD5": header_of(digest), **arguments}
 
         async def attempt(line: Line, flow: Flow) -> str | None:
             answer = await line.call("put_object", Body=Body(data, flow) if len(data) else b"", **wanted)
@@ -227,6 +238,13 @@ class S3Backend:
         raise Permanent(
             self.url, "this server puts an object over another in spite of If-None-Match: no atomic create"
         )
+
+    async def checks_crc32(self, name: str) -> bool:
+        """Whether the server is known to check the crc32 of parts; found out once, with an upload of ``name``."""
+        async with self.client.room().proving:
+            if self._crc32 is None:
+                self._crc32 = await checks_crc32(self, name)
+            return self._crc32
 
     # -- names -----------------------------------------------------------------------------------------
 
@@ -378,6 +396,15 @@ class S3Backend:
             except NotFound:
                 return
         raise Retryable(name, f"an upload still has parts after it was aborted {ABORTS_MAX} times")
+
+    async def drop_upload(self, name: str, upload: str) -> bool:
+        """Abort within ``ABORT_S`` seconds; False where that could not be done, and it is left over."""
+        try:
+            await asyncio.wait_for(self.abort_upload(name, upload), ABORT_S)
+        except (BackendError, asyncio.TimeoutError) as error:
+            log.warning("%s: an upload could not be aborted, and is left over: %s", name, error)
+            return False
+        return True
 
     async def close(self) -> None:
         await self.client.close()

@@ -9,31 +9,33 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import hashlib
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from typing import Any, TypeVar
 
 import botocore.handlers
-from botocore.config import Config
 from s3fs import S3FileSystem
 from s3fs.utils import ParamKwargsHelper
 
-from .errors import Permanent
+from .errors import Permanent, UnknownOption
 from .limit import Gate
 from .retry import repeat
 from .s3body import Flow
-from .s3errors import Expired, Stale, from_s3_error
-from .s3writer import Room, base64_md5
+from .s3errors import Expired, Stale, Unreachable, from_s3_error
+from .s3options import CONNECTIONS_MAX, session_options
+from .s3sums import header_of, md5
+from .s3writer import Room
 
 T = TypeVar("T")
 
-REQUESTS_MAX = 32
+log = logging.getLogger("everstep.backends")
+
+REQUESTS_MAX = CONNECTIONS_MAX
 """Requests of one backend in flight at once, in one loop."""
 
 TRIES_MAX = 8
@@ -41,19 +43,14 @@ WAIT_S_FIRST = 0.1
 WAIT_S_MAX = 10.0
 """Tries of one request, and seconds between them (see :func:`.retry.repeat`)."""
 
-CONNECT_S = 10.0
-READ_S = 30.0
-"""Seconds to connect within, and for which a server may be silent; ``config_kwargs`` may say otherwise
-(``connect_timeout``, ``read_timeout``)."""
+METHODS = ("put_object", "get_object", "create_multipart_upload", "upload_part", "list_objects_v2")
+"""Those that know all that can go with requests."""
 
 RENEW_S = 5.0
 """Seconds for which credentials that were just read anew, and are refused, are not read once more."""
 
 HASH_THREADS = 2
 """Threads that take checksums, for all loops of one backend."""
-
-USER_AGENT = "everstep"
-"""What servers log. botocore would put its own together anew, twice for each request."""
 
 Attempt = Callable[["Line", Flow], Coroutine[Any, Any, T]]
 
@@ -99,7 +96,7 @@ class S3Client:
     def __init__(self, url: str, options: Mapping[str, Any], gate: Gate | None = None) -> None:
         self.url = url
         self.gate = gate
-        self._options = session_options(options)
+        self._options = session_options(url, options)
         self._extra = dict(options.get("s3_additional_kwargs") or {})
         if options.get("requester_pays"):
             self._extra["RequestPayer"] = "requester"
@@ -111,6 +108,7 @@ class S3Client:
         self._loops: list[_Loop] = []
         self._hashing: ThreadPoolExecutor | None = None
         self._closed = False
+        self._unreachable = False
 
     async def do(self, name: str, attempt: Attempt[T], *, tries_max: int = TRIES_MAX) -> T:
         """Do ``attempt``, repeated where that can help. Raises the backends' errors only, ``name`` in them."""
@@ -140,9 +138,24 @@ class S3Client:
         async with own.requests:
             flow = Flow(self.gate)
             try:
-                return await flow.watched(name, attempt(line, flow), self.stall_s)
+                answer = await flow.watched(name, attempt(line, flow), self.stall_s)
             except Exception as error:
-                raise from_s3_error(error, name) from error
+                told = from_s3_error(error, name)
+                if isinstance(told, Unreachable):
+                    self._tell_unreachable(told)
+                raise told from error
+            self._unreachable = False
+            return answer
+
+    def _tell_unreachable(self, error: Unreachable) -> None:
+        """Whoever waits must know for what; once, until the server has answered."""
+        if not self._unreachable:
+            self._unreachable = True
+            waits = [min(WAIT_S_FIRST * 2**index, WAIT_S_MAX) for index in range(TRIES_MAX - 1)]
+            log.warning(
+                "%s: %s; each request is tried %d times, for up to %.0f s and the time that connecting takes",
+                *(self.url, error.cause, TRIES_MAX, sum(waits)),
+            )
 
     async def call(self, name: str, method: str, **arguments: Any) -> dict[str, Any]:
         """One plain request, repeated where that can help."""
@@ -152,18 +165,17 @@ class S3Client:
         """Where the parts of this loop's writers wait."""
         return self._own().room
 
-    async def md5(self, view: memoryview | bytes) -> bytes:
-        """Checksum of ``view``, taken on a thread where that is worth it."""
+    async def hashed(self, take: Callable[[memoryview], bytes], view: memoryview) -> bytes:
+        """The checksum that ``take`` takes of ``view``, on a thread where that is worth it."""
         if len(view) <= 64 << 10:
-            return hashlib.md5(view, usedforsecurity=False).digest()
+            return take(view)
         with self._lock:
             if self._hashing is None:
-                self._hashing = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="everstep-md5")
+                self._hashing = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="everstep-sums")
             pool = self._hashing
-        work = partial(hashlib.md5, view, usedforsecurity=False)
-        job = asyncio.get_running_loop().run_in_executor(pool, work)
+        job = asyncio.get_running_loop().run_in_executor(pool, take, view)
         try:
-            return (await asyncio.shield(job)).digest()
+            return await asyncio.shield(job)
         except asyncio.CancelledError:
             await asyncio.wait({job})  # the caller's memory is not looked at after the call
             raise
@@ -233,49 +245,14 @@ class S3Client:
             client = await fs.set_session()
         except (TypeError, KeyError, ValueError) as error:
             raise Permanent(self.url, f"storage options that are not understood: {error}") from error
+        for name in self._extra:
+            if not any(ParamKwargsHelper(client).filter_dict(method, {name: 1}) for method in METHODS):
+                raise UnknownOption(self.url, f"{name!r} in s3_additional_kwargs, which no request has")
         events = client.meta.events
         # Waiting for the server's leave to send a body costs a round trip, and hangs where none is given.
         events.unregister("before-call.s3", botocore.handlers.add_expect_header)
         events.register("before-sign.s3.DeleteObjects", _add_md5)
         return Line(fs, client, self._extra)
-
-
-def session_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of s3fs for a user's storage options: theirs go before ours, which are the limits in time, no
-    repeating within botocore, no caches, no checksums that not all servers know (each body has its MD5), and buckets
-    in the path where the endpoint is not Amazon's."""
-    given = {
-        name: value
-        for name, value in options.items()
-        if name not in ("requester_pays", "s3_additional_kwargs")
-    }
-    client = dict(given.pop("client_kwargs", None) or {})
-    for name in ("region_name", "region"):
-        if value := given.pop(name, None):
-            client.setdefault("region_name", value)
-    config = dict(given.pop("config_kwargs", None) or {})
-    endpoint = (
-        given.get("endpoint_url")
-        or client.get("endpoint_url")
-        or os.environ.get("AWS_ENDPOINT_URL_S3")
-        or os.environ.get("AWS_ENDPOINT_URL")
-    )
-    style = {"addressing_style": "path"} if endpoint and "amazonaws.com" not in endpoint else {}
-    ours: dict[str, Any] = {
-        "connect_timeout": CONNECT_S,
-        "read_timeout": READ_S,
-        "max_pool_connections": REQUESTS_MAX,
-        "user_agent": USER_AGENT,
-        "retries": {"total_max_attempts": 1, "mode": "standard"},
-        "request_checksum_calculation": "when_required",
-        "response_checksum_validation": "when_required",
-    }
-    known = Config.OPTION_DEFAULTS
-    ours = {name: value for name, value in ours.items() if name in known}
-    ours["s3"] = {"payload_signing_enabled": False, **style, **dict(config.pop("s3", None) or {})}
-    # Asking for a bucket's region is a request to the bucket, which not everybody may make.
-    fixed = {"use_listings_cache": False, "cache_regions": False}
-    return {**given, "client_kwargs": client, "config_kwargs": {**ours, **config}, **fixed}
 
 
 def _add_md5(request: Any, **_: Any) -> None:
@@ -286,4 +263,4 @@ def _add_md5(request: Any, **_: Any) -> None:
         del request.headers[header]
     body = request.data if isinstance(request.data, bytes) else str(request.data or "").encode()
     del request.headers["Content-MD5"]
-    request.headers["Content-MD5"] = base64_md5(hashlib.md5(body, usedforsecurity=False).digest())
+    request.headers["Content-MD5"] = header_of(md5(body))

@@ -4,15 +4,22 @@ server's answer only code and message are taken."""
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 import time
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+from aiohttp import ClientConnectorError
 from aiohttp import ClientError as HttpError
 from botocore import exceptions as boto
 
 from .errors import BackendError, Conflict, NoSpace, NotFound, Permanent, Retryable, ShortRead
+
+LOOKED_FOR = (
+    "looked for: storage_options (key and secret, profile, or anon=True for none), AWS_ACCESS_KEY_ID and "
+    "AWS_SECRET_ACCESS_KEY, AWS_PROFILE, ~/.aws/credentials and ~/.aws/config, and the role of the container or machine"
+)
 
 CAUSE_CHARS_MAX = 300
 """Characters of a server's own words in an error."""
@@ -20,6 +27,14 @@ CAUSE_CHARS_MAX = 300
 
 class Expired(Permanent):
     """Credentials that are not, or no longer, taken: new ones may be."""
+
+
+class NoCredentials(Expired):
+    """There are none, or only half of them."""
+
+
+class Unreachable(Retryable):
+    """No connection came about."""
 
 
 class Stale(Permanent):
@@ -117,11 +132,27 @@ def from_s3_error(error: Exception, name: str) -> BackendError:
         return _from_answer(error.response, name, error.operation_name)
     if _certificate_refused(error):
         return Permanent(name, "the server's certificate is not trusted")
+    if (why := _not_connected(error)) is not None:
+        return Unreachable(name, _cut(why))
     if isinstance(error, _TRANSIENT) or type(error).__name__ == "ResponseParserError":
         return Retryable(name, _cut(str(error) or type(error).__name__))
-    if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError)):
-        return Expired(name, f"no credentials: {_cut(str(error))}")
+    if isinstance(error, boto.PartialCredentialsError):
+        return NoCredentials(name, f"half of the credentials are missing: {_cut(str(error))}; {LOOKED_FOR}")
+    if isinstance(error, boto.NoCredentialsError):
+        return NoCredentials(name, f"there are no credentials; {LOOKED_FOR}")
     return Permanent(name, _cut(f"{type(error).__name__}: {error}"))
+
+
+def _not_connected(error: Exception) -> str | None:
+    """Where no connection came about, and why; None for all that happens on one."""
+    if isinstance(error, boto.ConnectTimeoutError):
+        return str(error)
+    reason = getattr(error, "kwargs", {}).get("error")
+    if not isinstance(reason, ClientConnectorError):
+        return None
+    number = reason.os_error.errno or 0
+    said = os.strerror(number) if number > 0 else reason.os_error.strerror or str(reason)
+    return f"no connection to {reason.host}:{reason.port}: {said}"
 
 
 def _from_answer(response: Any, name: str, operation: str) -> BackendError:

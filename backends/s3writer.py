@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import json
-import logging
-import re
 from typing import TYPE_CHECKING, Any
 
 from .aligned import as_bytes
@@ -17,12 +13,21 @@ from .parallel import ended
 from .points import reach
 from .s3body import Body, Flow
 from .s3errors import PartLost
+from .s3sums import (
+    check_crc,
+    check_etag,
+    check_whole_crc,
+    crc32,
+    etag_of,
+    header_of,
+    joined_etag,
+    md5,
+    whole_etag,
+)
 
 if TYPE_CHECKING:
     from .s3 import S3Backend
     from .s3client import Line
-
-log = logging.getLogger("everstep.backends")
 
 PART_BYTES = 8 << 20
 """Bytes of a part, unless that would make more than ``PARTS_MAX`` of them. Objects up to this are put whole."""
@@ -37,12 +42,6 @@ PART_STEP_BYTES = 1 << 20
 PARTS_IN_FLIGHT = 8
 """Parts under way at once, of all writers of one backend together; besides, each writer has one that is being
 filled."""
-
-ABORT_S = 20.0
-"""Seconds that a failed upload's abortion may take; what then stays is a leftover."""
-
-_MD5 = re.compile(r"[0-9a-f]{32}")
-_MD5S = re.compile(r"[0-9a-f]{32}-\d+")
 
 
 def part_bytes(nbytes: int, name: str = "") -> int:
@@ -59,6 +58,7 @@ class Room:
 
     def __init__(self) -> None:
         self.flying = asyncio.Semaphore(PARTS_IN_FLIGHT)
+        self.proving = asyncio.Lock()
         self.writers: set[S3Writer] = set()
         self._free: list[bytearray] = []
 
@@ -109,8 +109,9 @@ class S3Writer:
         self._stands = False  # the object was completed by a former writer
         self._there: dict[int, set[str]] = {}
         self._etags: dict[int, str] = {}
-        self._digests: dict[int, bytes] = {}
-        self._comparable = True  # every part's checksum at the server was its MD5
+        self._crc32 = False  # what parts are sent with; an MD5 otherwise
+        self._crcs: dict[int, bytes] = {}
+        self._comparable = True  # every part's checksum at the server is its MD5
         self._error: BaseException | None = None
         self._done = False
         self.parts_sent = 0
@@ -195,9 +196,16 @@ class S3Writer:
             self._room.flying.release()
 
     async def _send_part(self, number: int, data: memoryview) -> None:
-        upload, digest = await self._begun(), await self._client.md5(data)
-        self._digests[number] = digest
-        if self._stands or digest.hex() in self._there.get(number, ()):
+        upload = await self._begun()
+        digest: bytes | None = None
+        sums: dict[str, str] = {}
+        if not self._crc32 or self._stands or number in self._there:
+            digest = await self._client.hashed(md5, data)
+            sums["ContentMD5"] = header_of(digest)
+        if self._crc32:
+            self._crcs[number] = await self._client.hashed(crc32, data)
+            sums = {"ChecksumCRC32": header_of(self._crcs[number])}
+        if digest is not None and (self._stands or digest.hex() in self._there.get(number, ())):
             self._etags[number] = digest.hex()
             return
 
@@ -208,8 +216,9 @@ class S3Writer:
                 UploadId=upload,
                 PartNumber=number,
                 Body=Body(data, flow),
-                ContentMD5=base64_md5(digest),
+                **sums,
             )
+            check_crc(self._name, answer, sums)
             return etag_of(answer), check_etag(self._name, answer, digest)
 
         try:
@@ -224,11 +233,13 @@ class S3Writer:
         """The upload's id; the first part that needs it begins the upload, or finds the one of the notes."""
         async with self._making:
             if self._upload is None:
+                self._crc32 = await self._backend.checks_crc32(self._name)
                 self._upload = await self._resumed() or await self._begin()
             return self._upload
 
     async def _begin(self) -> str:
-        answer = await self._client.call(self._name, "create_multipart_upload", **self._target)
+        kind = {"ChecksumAlgorithm": "CRC32"} if self._crc32 else {}
+        answer = await self._client.call(self._name, "create_multipart_upload", **self._target, **kind)
         upload = str(answer["UploadId"])
         reach("s3.upload.after", self._name)
         if self._notes is not None:
@@ -266,8 +277,15 @@ class S3Writer:
 
     def _note(self, upload: str, etag: str = "") -> bytes:
         """``etag``: what the object is to have, once it is about to be completed."""
-        facts = {"upload": upload, "name": self._name, "nbytes": self._nbytes, "part_bytes": self._part_bytes}
-        return json.dumps({**facts, "etag": etag}, sort_keys=True).encode()
+        facts = {
+            "upload": upload,
+            "name": self._name,
+            "nbytes": self._nbytes,
+            "part_bytes": self._part_bytes,
+            "crc32": self._crc32,  # an upload takes only what it was begun for
+            "etag": etag,
+        }
+        return json.dumps(facts, sort_keys=True).encode()
 
     # -- the end ---------------------------------------------------------------------------------------
 
@@ -291,8 +309,12 @@ class S3Writer:
     async def _complete(self, count: int) -> str:
         """The object's checksum as the server says it; "" if it does not."""
         if self._notes is not None and self._comparable and self._upload is not None:
-            await self._notes.save(self._note(self._upload, self._etag()))
-        parts = [{"PartNumber": number, "ETag": f'"{self._etags[number]}"'} for number in range(1, count + 1)]
+            await self._notes.save(self._note(self._upload, joined_etag(self._in_order())))
+        parts: list[dict[str, Any]] = []
+        for number in range(1, count + 1):
+            parts.append({"PartNumber": number, "ETag": f'"{self._etags[number]}"'})
+            if self._crc32:
+                parts[-1]["ChecksumCRC32"] = header_of(self._crcs[number])
         reach("s3.complete.before", self._name)
         try:
             answer = await self._client.call(
@@ -309,24 +331,23 @@ class S3Writer:
         reach("s3.complete.after", self._name)
         return etag_of(answer)
 
-    def _etag(self) -> str:
-        """The object's checksum, where those of parts are their MD5."""
-        digests = b"".join(self._digests[number] for number in sorted(self._digests))
-        return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(self._digests)}"
+    def _in_order(self) -> list[str]:
+        """The parts' checksums."""
+        return [self._etags[number] for number in sorted(self._etags)]
 
     async def _verify(self, told: str) -> None:
         """Whether the object that stands there now is the one that was sent: by size, and by checksum as far as the
         server's is known to be of the parts' MD5, or as it said itself (``told``)."""
         try:
-            found = await self._backend.head(self._name)
+            found = await self._backend.head(self._name, sums=self._crc32)
         except NotFound as error:
             raise Retryable(self._name, "the upload is gone, and there is no object") from error
         size, etag = int(found["ContentLength"]), etag_of(found)
         if size != self._nbytes:
             raise Retryable(self._name, f"{size} bytes are there after {self._nbytes} were sent")
-        expected = told
-        if self._comparable and _MD5S.fullmatch(etag):
-            expected = self._etag()
+        if self._crc32:
+            check_whole_crc(self._name, found, [self._crcs[number] for number in sorted(self._crcs)])
+        expected = (whole_etag(self._in_order(), etag) if self._comparable else None) or told
         if not expected or etag != expected:
             raise Retryable(
                 self._name, f"an object with checksum {etag or 'none'} is there, not the one sent"
@@ -357,12 +378,8 @@ class S3Writer:
         self._buffer = None
         if self._upload is None:
             return
-        try:
-            await asyncio.wait_for(self._backend.abort_upload(self._name, self._upload), ABORT_S)
-            if self._notes is not None:
-                await self._notes.save(b"")
-        except (BackendError, asyncio.TimeoutError) as error:
-            log.warning("%s: an upload could not be aborted, and is left over: %s", self._name, error)
+        if await self._backend.drop_upload(self._name, self._upload) and self._notes is not None:
+            await self._notes.save(b"")
 
 
 def _interrupted(name: str, error: BaseException) -> BackendError:
@@ -379,27 +396,3 @@ def _known(kept: bytes | None) -> tuple[str | None, str, bytes]:
         return None, "", kept
     found = upload if isinstance(upload, str) and upload else None
     return found, etag if isinstance(etag, str) else "", kept
-
-
-def base64_md5(digest: bytes) -> str:
-    """A digest as the header Content-MD5 has it."""
-    return base64.b64encode(digest).decode()
-
-
-def etag_of(answer: dict[str, Any]) -> str:
-    """The checksum in an answer, without quotes; "" if it has none."""
-    return str(answer.get("ETag") or "").strip('"').lower()
-
-
-def check_etag(name: str, answer: dict[str, Any], digest: bytes) -> bool:
-    """Whether the checksum in an answer is ``digest``. False where it is of another kind, as with the server's
-    encryption; Retryable where there is none, or it is of other bytes."""
-    etag = etag_of(answer)
-    if etag == digest.hex():
-        return True
-    encrypted = (
-        str(answer.get("ServerSideEncryption", "")).startswith("aws:") or "SSECustomerAlgorithm" in answer
-    )
-    if not etag or (_MD5.fullmatch(etag) and not encrypted):
-        raise Retryable(name, f"the server has checksum {etag or 'none'} for bytes with {digest.hex()}")
-    return False

@@ -11,7 +11,7 @@ from typing import Any
 
 from .agent.values import TierSettings
 from .backends.api import Backend
-from .backends.errors import Permanent
+from .backends.errors import Permanent, UnknownOption
 from .backends.open import SUPPORTED, is_local, local_path, locate_store, open_backend
 from .errors import BadOption
 from .format.hashing import hexdigest
@@ -50,15 +50,11 @@ class Place:
 
     def open(self) -> Backend:
         """Where the run lies. Nothing is asked yet. Raises BadOption where no backend knows it."""
-        try:
-            return open_backend(self.url, shared=True, options=self.options)
-        except Permanent as error:
-            raise BadOption(f"{self.url} cannot be opened", found=error.cause, expected=SUPPORTED) from None
+        return _opened(self.url, self.options)
 
     def open_tiers(self) -> list[Backend]:
-        """The further tiers that all nodes share, nearest first."""
-        shared = [tier for tier in self.tiers if not tier.node]
-        return [open_backend(tier.url, shared=True, options=tier.options) for tier in shared]
+        """The further tiers that all nodes share, nearest first. Raises BadOption as :meth:`open`."""
+        return [_opened(tier.url, tier.options) for tier in self.tiers if not tier.node]
 
     def open_near(self) -> list[Backend]:
         """The node's own tier, if there is one."""
@@ -75,6 +71,18 @@ class Place:
                 hint="It can be a further tier of a run, and a run that was copied there can be read.",
             )
         return backend
+
+
+def _opened(url: str, options: Mapping[str, Any]) -> Backend:
+    """The backend of what all nodes share. BadOption where none knows it, or not with these options."""
+    try:
+        return open_backend(url, shared=True, options=options)
+    except UnknownOption as error:
+        raise BadOption(
+            f"{url}: an unknown storage option", found=error.cause, expected=f"some of {error.known}"
+        ) from None
+    except Permanent as error:
+        raise BadOption(f"{url} cannot be opened", found=error.cause, expected=SUPPORTED) from None
 
 
 def locate(

@@ -144,7 +144,8 @@ class Killer:
                 return False
             kill = self._left[0]
             if kill.held:
-                if request.operation != kill.operation:
+                probes = request.operation == "UploadPart" and not request.is_part
+                if request.operation != kill.operation or probes:
                     return False
                 if len(self._before) >= kill.nth:
                     return True
@@ -304,7 +305,7 @@ def sent_again(requests: list[Request], struck: list[Struck]) -> list[str]:
     done: set[tuple[str, int | None]] = set()
     found = []
     for request in requests:
-        if request.operation != "UploadPart":
+        if not request.is_part:
             continue
         which = request.key, request.part
         if which in done:

@@ -12,7 +12,7 @@ import pytest
 from everstep.backends import s3writer
 from everstep.backends.errors import BackendError, Permanent, Retryable
 from everstep.backends.open import open_backend
-from everstep.backends.s3 import S3Backend
+from everstep.backends.s3 import ABORT_S, S3Backend
 
 from . import proxy as network
 from . import stories
@@ -49,7 +49,7 @@ def open_through(proxy: S3Proxy, server: S3Server, url: str) -> S3Backend:
 
 
 def is_part(request: Request) -> bool:
-    return request.operation == "UploadPart"
+    return request.is_part
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -110,7 +110,7 @@ def test_closing_ends_a_stalled_upload(proxy: S3Proxy, s3_server: S3Server) -> N
         await until(proxy.stalled.is_set)
         began = time.monotonic()
         await asyncio.wait_for(backend.close(), WAIT_S)
-        assert time.monotonic() - began < s3writer.ABORT_S
+        assert time.monotonic() - began < ABORT_S
         proxy.release()
         await asyncio.to_thread(proxy.wait_quiet)
         again = open_through(proxy, s3_server, truth.url)

@@ -103,12 +103,12 @@ async def behind_a_shut_gate(
 
 def test_nothing_goes_up_before_it_was_let_through(proxy: S3Proxy, s3_server: S3Server) -> None:
     async def main() -> None:
-        proxy.clear([Fault("lose", lambda request: request.operation == "UploadPart")])
+        proxy.clear([Fault("lose", lambda request: request.is_part)])
         gate = Ledger(3 << 20)
         backend = through(proxy, s3_server, s3_server.url(), gate)
         passed = await behind_a_shut_gate(upload, backend, gate, proxy.up)
         assert passed <= gate.open_bytes < passed + (1 << 20)
-        parts = [request for request in proxy.requests if request.operation == "UploadPart"]
+        parts = [request for request in proxy.requests if request.is_part]
         assert len(parts) == 4, "one of three was lost, and sent again"
         assert sum(request.nbytes for request in parts) <= gate.taken and gate.largest <= SLICE_BYTES
 

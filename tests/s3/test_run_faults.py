@@ -133,11 +133,11 @@ def test_a_killed_agents_finished_parts_are_not_sent_again(
         assert first is not None
         until(lambda: not _lives(first), "the agent is dead")
         # Its successor may be at work already.
-        done = [one for one in proxy.requests if one.part and one.status == 200]
+        done = [one for one in proxy.requests if one.is_part and one.status == 200]
         finished = {one.part for one in done}
         handle.wait(timeout_s=60)
     known = {id(one) for one in done}
-    again = {one.part for one in proxy.requests if one.part and id(one) not in known}
+    again = {one.part for one in proxy.requests if one.is_part and id(one) not in known}
     assert len(finished) >= PARTS // 2 - 1
     assert not finished & again, (finished, again)
     assert torch.equal(everstep.load(url, storage_options=options)["w"], state["w"])

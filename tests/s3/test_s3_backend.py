@@ -14,7 +14,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
+from botocore.exceptions import (
+    ClientError,
+    EndpointConnectionError,
+    NoCredentialsError,
+    PartialCredentialsError,
+)
 from everstep.backends import s3 as s3module
 from everstep.backends.api import Item
 from everstep.backends.conformance import content, names_of
@@ -30,8 +35,9 @@ from everstep.backends.errors import (
 from everstep.backends.limit import SLICE_BYTES
 from everstep.backends.open import open_backend
 from everstep.backends.s3 import GATED_RANGE_BYTES, S3Backend
-from everstep.backends.s3client import READ_S, Line
+from everstep.backends.s3client import Line
 from everstep.backends.s3errors import from_s3_error, retry_after_s
+from everstep.backends.s3options import READ_S
 
 from .kit import Trouble, answer, opened, trouble
 from .server import S3Server, free_ports
@@ -306,7 +312,7 @@ async def all_calls(backend: S3Backend) -> list[BackendError | None]:
         ({"secret": "geheimgeheim"}, "secret key is not|denied"),
         ({"key": "geheimgeheim"}, "access key is unknown"),
         ({"profile": "there-is-none", "key": None, "secret": None}, "profile"),
-        ({"no_such_option": "geheimgeheim"}, "not understood"),
+        ({"s3_additional_kwargs": {"NoSuchThing": "geheimgeheim"}}, "'NoSuchThing' in s3_additional_kwargs"),
     ],
 )
 def test_wrong_credentials_are_told_at_once(
@@ -575,7 +581,12 @@ def told(status: int, code: str = "", operation: str = "PutObject", **headers: s
             r"clock is off.*\+",
         ),
         (EndpointConnectionError(endpoint_url="http://x"), Retryable, "http://x"),
-        (NoCredentialsError(), Permanent, "credentials"),
+        (NoCredentialsError(), Permanent, "there are no credentials; looked for: .*AWS_ACCESS_KEY_ID"),
+        (
+            PartialCredentialsError(provider="env", cred_var="the_secret"),
+            Permanent,
+            "half of .*the_secret.*looked for",
+        ),
         (ConnectionResetError("reset"), Retryable, "reset"),
         (asyncio.TimeoutError(), Retryable, "Timeout"),
         (ValueError("odd"), Permanent, "ValueError: odd"),

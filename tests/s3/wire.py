@@ -63,6 +63,11 @@ class Request:
         return int(number) if number else None
 
     @property
+    def is_part(self) -> bool:
+        """A part of what is stored: not the byte by which a server proves what it checks."""
+        return self.operation == "UploadPart" and self.headers.get("content-length") != "1"
+
+    @property
     def upload(self) -> str:
         return self.query.get("uploadId", "")
 
