@@ -231,6 +231,7 @@ class Loader:
                 step=step,
                 node=self._node,
                 timeout_s=self._timeout_s,
+                known=self._known,
             )
         made: list[Proposals] = []
         self._ranks.from_first(

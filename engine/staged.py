@@ -14,7 +14,7 @@ from .backends.errors import BackendError
 from .discovery import FALL_BACK
 from .errors import EverstepError
 from .format.manifest import Manifest
-from .format.records import RunRecord
+from .format.records import IncarnationRecord, RunRecord
 from .plan.lineage import Lineage
 from .ranks import Ranks
 from .store.blocking import run_blocking
@@ -42,6 +42,7 @@ def finish_staged(
     step: int | None,
     node: str,
     timeout_s: float,
+    known: dict[int, IncarnationRecord] | None = None,
 ) -> None:
     """Upload the newest checkpoint (or ``step``) that lies whole in the nodes' tiers and is undecided at the root, and
     commit it; nothing where the root, or memory (``in_memory``: how many ranks it has of what), has a newer one. All
@@ -51,7 +52,7 @@ def finish_staged(
     told = ranks.agree("comparing the nodes' tiers", [node, _look(near, run)], timeout_s=timeout_s)
     staged = [_from_wire(one) for _, some in told for one in some]
     chosen = ranks.from_first(
-        "choosing what to upload", lambda: _choose(root, staged, in_memory, step), timeout_s=timeout_s
+        "choosing what to upload", lambda: _choose(root, staged, in_memory, step, known), timeout_s=timeout_s
     )
     if chosen is None:
         return
@@ -92,10 +93,14 @@ def _look(near: Backend, run: RunRecord) -> list[list[Any]]:
 
 
 def _choose(
-    root: Backend, staged: Sequence[Staged], in_memory: Mapping[Key, int], step: int | None
+    root: Backend,
+    staged: Sequence[Staged],
+    in_memory: Mapping[Key, int],
+    step: int | None,
+    known: dict[int, IncarnationRecord] | None,
 ) -> list[Any] | None:
     """The checkpoint to finish, with the ranks whose shares are staged anywhere. Rank 0 finds it."""
-    records = run_blocking(read_incarnations(root))
+    records = run_blocking(read_incarnations(root, known))
     lineage, worlds = Lineage(records), {record.number: record.world for record in records}
     whole = {key for key, count in in_memory.items() if count == worlds.get(key[0]) and lineage.counts(*key)}
     attempts: dict[Key, dict[int, set[int]]] = {}
