@@ -43,6 +43,7 @@ MAY_IMPORT = {
 TORCH_LAYERS = frozenset({"state", "snapshot", "facade", "dcp", "port", "demo", "benchmarks"})
 LAZY_TORCH = {
     "everstep.store.fill": "numpy",
+    "everstep.store.numbers": "numpy",
     "everstep.format.columns": "numpy",
     "everstep.plan.coverage": "numpy",
     "everstep.plan.galois": "numpy",

@@ -21,6 +21,8 @@ class _Entry(NamedTuple):
 COMMANDS = {
     "ls": _Entry("ls", "ls", "List the checkpoints of a run, on disk and in this node's memory."),
     "show": _Entry("show", "show", "Show a run, or one of its checkpoints, in detail."),
+    "diff": _Entry("diff", "diff", "Say what changed between two checkpoints, by tensor."),
+    "du": _Entry("du", "du", "Say where a run's bytes lie, and what could be freed."),
     "status": _Entry("status", "status", "Show who is alive in a run, and the newest step in each tier."),
     "plan-memory": _Entry(
         "plan_memory", "plan_memory", "Say what the memory tier takes, and what survives what."
