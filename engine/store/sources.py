@@ -122,8 +122,14 @@ class DurableSource:
     kind: str = DISK
 
     def __init__(
-        self, backend: Backend, manifest: Manifest, chunk_bytes: int, label: str | None = None
+        self,
+        backend: Backend,
+        manifest: Manifest,
+        chunk_bytes: int,
+        label: str | None = None,
+        bases: Bases | None = None,
     ) -> None:
+        """``bases`` finds what deltas are based on; by default on the same backend."""
         self.backend = backend
         self.manifest = manifest
         self.label = label or backend.url
