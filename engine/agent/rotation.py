@@ -12,7 +12,7 @@ from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError
 from everstep.backends.points import reach
 from everstep.errors import EverstepError
-from everstep.format.manifest import Tombstone
+from everstep.format.manifest import Manifest, Tombstone
 from everstep.plan.retention import Retention, RetentionPlan, plan_retention
 from everstep.store.asking import each
 from everstep.store.catalog import StepNames, list_steps, read_decision
@@ -117,7 +117,7 @@ class Rotator:
 
         async def read(names: StepNames) -> None:
             decision = await patiently(functools.partial(read_decision, self._backend, names))
-            known[names] = decision if isinstance(decision, Tombstone) else decision is not None
+            known[names] = decision if isinstance(decision, Tombstone) else isinstance(decision, Manifest)
 
         await each([names for names in found if names not in known], read)
         self._decided = known

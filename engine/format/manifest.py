@@ -127,13 +127,26 @@ class Tombstone:
     created: str = ""
 
 
-Decision = Manifest | Abort | Tombstone
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """The checkpoint is damaged and nobody had it right: it is not loaded, does not count, and nothing of it is removed.
+    ``number`` is one above the highest decision before; a revision above it takes it back."""
+
+    step: int
+    incarnation: int
+    number: int
+    reason: str
+    created: str = ""
+
+
+Decision = Manifest | Abort | Tombstone | Quarantine
 
 _MANIFEST = "manifest"
-_CLASSES: dict[str, type[Manifest] | type[Abort] | type[Tombstone]] = {
+_CLASSES: dict[str, type[Manifest] | type[Abort] | type[Tombstone] | type[Quarantine]] = {
     _MANIFEST: Manifest,
     "abort": Abort,
     "tombstone": Tombstone,
+    "quarantine": Quarantine,
 }
 _SCOPES = ("shared", "node")
 
@@ -142,13 +155,13 @@ def decision_number(decision: Decision) -> int:
     """The number under which ``decision`` is published: the attempt's, or a tombstone's or revision's own."""
     if isinstance(decision, Abort):
         return decision.attempt
-    if isinstance(decision, Tombstone):
+    if isinstance(decision, (Tombstone, Quarantine)):
         return decision.number
     return decision.attempt if decision.revision is None else decision.revision
 
 
 def encode_decision(decision: Decision) -> bytes:
-    """The bytes of a manifest, abort record or tombstone.
+    """The bytes of a decision.
 
     Raises :class:`UnsupportedValue` (by path) for metrics or facts that are not plain values.
     """

@@ -22,6 +22,7 @@ CHECKPOINTS = "checkpoints"
 EVENTS = "events"
 LIVE = "live"
 PINS = "pins"
+QUARANTINE = "quarantine"
 
 ESCAPED_MAX = 120
 """Longest escaped text. A file name holds it, a rank, an extension and the decorations of a temporary name
@@ -59,6 +60,7 @@ class Kind(enum.Enum):
     EVENTS = "events"
     BEACON = "beacon"
     PIN = "pin"
+    ASIDE = "aside"
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +245,11 @@ def pin_id(step: int, incarnation: int, token: str) -> str:
     return f"{_number(step, _STEP_DIGITS)}-{_number(incarnation, _INCARNATION_DIGITS)}-{token}"
 
 
+def aside(name: str, number: int) -> str:
+    """Where the damaged object ``name`` is kept after it was made anew; ``number`` from 1."""
+    return f"{QUARANTINE}/{escape(name)}.{number}"
+
+
 def _parse_number(text: str, digits: int, least: int = 0) -> int | None:
     if not (len(text) <= 18 and text.isascii() and text.isdigit()):
         return None
@@ -318,6 +325,10 @@ def _parse_top(directory: str, file: str) -> Parsed | None:
     if directory == LIVE and file.endswith(".json"):
         text = file[: -len(".json")]
         return Parsed(Kind.BEACON, text=text, writer=unescape(text)) if _is_escaped(text) else None
+    if directory == QUARANTINE:
+        text, _, digits = file.rpartition(".")
+        known = _is_escaped(text) and _parse_number(digits, 1, least=1) is not None
+        return Parsed(Kind.ASIDE, text=text) if known else None
     if directory == PINS and file.endswith(".json"):
         return _parse_pin(file[: -len(".json")])
     return None

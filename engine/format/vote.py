@@ -382,6 +382,28 @@ def decode_vote(data: bytes, name: str) -> Vote:
     return decoding(name, make)
 
 
+def vote_of_index(
+    data: bytes, place: tuple[int, int, int, int], world: int, layout_hash: str, name: str
+) -> Vote:
+    """The vote whose index stands in ``data`` behind a header that may be damaged, with what others say of it;
+    ``place`` is its (step, incarnation, attempt, rank). Unproved: what it is encoded to must have the hash that the
+    manifest names. Raises Damaged."""
+    frame = data[HEADER_BYTES:]
+
+    def make() -> Vote:
+        nbytes = zstandard.frame_content_size(frame)
+        index = inflate(frame, nbytes, VOTE_INDEX_BYTES_MAX, name)
+        fields = (_MAGIC, FORMAT_VERSION, 0, *place, world, b"full", bytes.fromhex(layout_hash), b"")
+        found = _vote(fields, index)
+        kind = "delta" if any(image.encoding == DELTA for image in found.images) else "full"
+        return replace(found, kind=kind, root=rank_root(found.images))
+
+    try:
+        return decoding(name, make)
+    except zstandard.ZstdError as problem:
+        raise Damaged("the vote's index cannot be read", name=name, found=str(problem)) from None
+
+
 def _vote(fields: tuple[Any, ...], index: bytes) -> Vote:
     """The vote that a header's fields and the index make, unchecked."""
     (_, _, _, step, incarnation, attempt, rank, world, kind, layout, root) = fields[:11]

@@ -19,7 +19,15 @@ from everstep.backends.points import reach
 from everstep.errors import Damaged, StateMismatch, UsageError
 from everstep.format import names
 from everstep.format.hashing import digest
-from everstep.format.manifest import Abort, Decision, Manifest, RankRecord, Tombstone, encode_decision
+from everstep.format.manifest import (
+    Abort,
+    Decision,
+    Manifest,
+    Quarantine,
+    RankRecord,
+    Tombstone,
+    encode_decision,
+)
 from everstep.format.records import IncarnationRecord
 from everstep.format.vote import Parent, Vote, VoteHeader, vote_hash
 from everstep.plan.lineage import Lineage
@@ -155,10 +163,9 @@ async def _standing(backend: Backend, step: int, incarnation: int, attempt: int)
 def _as_attempt(decision: Decision, number: int) -> Manifest | Abort:
     """What a decision says of attempt ``number``: a tombstone, or a revision of an earlier manifest, took
     it."""
-    if isinstance(decision, Tombstone):
-        return Abort(
-            decision.step, decision.incarnation, number, f"the checkpoint was removed: {decision.reason}"
-        )
+    if isinstance(decision, (Tombstone, Quarantine)):
+        why = "was removed" if isinstance(decision, Tombstone) else "is in quarantine"
+        return Abort(decision.step, decision.incarnation, number, f"the checkpoint {why}: {decision.reason}")
     return decision
 
 

@@ -14,7 +14,7 @@ from everstep.backends.api import Backend
 from everstep.backends.errors import NotFound
 from everstep.errors import CannotTell, Damaged, EverstepError, NoCheckpoint, UnknownFormat
 from everstep.format import names
-from everstep.format.manifest import Abort, Decision, Manifest, Tombstone
+from everstep.format.manifest import Abort, Decision, Manifest, Quarantine, Tombstone
 from everstep.format.records import IncarnationRecord
 from everstep.plan.lineage import Lineage
 
@@ -42,7 +42,7 @@ class _Checkpoint:
     unreadable: list[Finding]
 
     @property
-    def standing(self) -> Manifest | Tombstone | None:
+    def standing(self) -> Manifest | Tombstone | Quarantine | None:
         """The decision that counts; None also where an unreadable one hides it."""
         bad = set(self.found.decisions) - set(self.decisions)
         for number in reversed(self.found.decisions):

@@ -25,7 +25,7 @@ from everstep.backends.points import reach
 from everstep.errors import Damaged, NoCheckpoint, NotARun, RunError, SaveAbandoned, SaveFailed
 from everstep.format import names
 from everstep.format.layout import proved
-from everstep.format.manifest import Abort, Manifest, Tombstone, decision_number, decode_decision
+from everstep.format.manifest import Abort, Manifest, Quarantine, Tombstone, decision_number, decode_decision
 from everstep.format.records import RunRecord
 from everstep.format.vote import ImageRecord
 
@@ -205,8 +205,9 @@ async def standing(target: Backend, manifest: Manifest) -> Manifest | Abort | No
     numbered = await read_numbered(target, found)
     if numbered is not None and numbered[0] >= number:
         stood = numbered[1]
-        if isinstance(stood, Tombstone):
-            reason = f"the checkpoint was removed: {stood.reason}"
+        if isinstance(stood, (Tombstone, Quarantine)):
+            why = "was removed" if isinstance(stood, Tombstone) else "is in quarantine"
+            reason = f"the checkpoint {why}: {stood.reason}"
             return Abort(manifest.step, manifest.incarnation, number, reason)
         return stood
     at = await read_decision_at(target, manifest.step, manifest.incarnation, number)

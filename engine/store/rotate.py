@@ -20,7 +20,7 @@ from everstep.backends.points import reach
 from everstep.errors import CannotTell, Damaged, EverstepError, UnknownFormat
 from everstep.format import names
 from everstep.format.constants import TIME_FORMAT
-from everstep.format.manifest import Abort, Decision, Manifest, Tombstone
+from everstep.format.manifest import Abort, Decision, Manifest, Quarantine, Tombstone
 from everstep.format.records import IncarnationRecord
 from everstep.plan.lineage import Lineage
 from everstep.plan.retention import RetentionPlan
@@ -97,7 +97,7 @@ async def rotate(
     keep = {key for key, _ in plan.keep}
     remove = set(plan.remove) - keep
     steps = [found for found in await list_steps(backend, empty=True) if among(found)]
-    standing: dict[Key, Manifest | Tombstone | None] = {}
+    standing: dict[Key, Manifest | Tombstone | Quarantine | None] = {}
     for found in steps:
         if found.key in keep and len(found.attempts) == 1 and found.attempts == found.decisions:
             continue  # the plan has read its manifest, and there is nothing else
@@ -125,7 +125,7 @@ async def rotate(
 
 async def _standing(
     backend: Backend, found: StepNames, report: RotationReport, *, wanted: bool
-) -> Manifest | Tombstone | None:
+) -> Manifest | Tombstone | Quarantine | None:
     """The decision that counts; None also where it cannot be read: what is damaged is not ours to remove."""
     if not found.decisions:
         return None
@@ -321,7 +321,7 @@ async def delete_attempt(
 async def _collect(
     backend: Backend,
     steps: Iterable[StepNames],
-    standing: dict[Key, Manifest | Tombstone | None],
+    standing: dict[Key, Manifest | Tombstone | Quarantine | None],
     keep: set[Key],
     is_gone: Callable[[int], bool],
     report: RotationReport,
