@@ -79,7 +79,7 @@ def test_the_parser_sees_the_imports() -> None:
     assert len(found) > 600
     relative = found["everstep.format.vote", "everstep.format.hashing"]
     assert not relative.lazy and not relative.typing
-    assert found["everstep.cli.fsck", "everstep.store.fsck"].lazy
+    assert found["everstep.cli.fsck", "everstep.store.fsck_images"].lazy
     assert found["everstep.state.decode_user", "everstep.state.codec"].typing
     assert ("everstep.former", "everstep.agent.client") in found
     assert layer_of("everstep") == layer_of("everstep.session") == "facade"

@@ -129,7 +129,7 @@ class Tombstone:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """The checkpoint is damaged and nobody had it right: it is not loaded, does not count, and nothing of it is removed.
+    """The checkpoint is damaged and nobody had it right: it neither loads nor counts, and nothing of it is removed.
     ``number`` is one above the highest decision before; a revision above it takes it back."""
 
     step: int

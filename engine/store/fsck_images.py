@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import random
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from everstep.backends.api import Backend
+from everstep.backends.limit import TokenBucket
 from everstep.errors import CannotTell, Damaged, EverstepError, Pruned, RunError, StateMismatch
 from everstep.format import names
 from everstep.format.layout import Layout
@@ -30,6 +33,23 @@ PIECE_BYTES = 16 << 20
 COVERED_MAX = 64
 
 
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much of the images' bytes is read: none if ``quick``; else each piece of ``PIECE_BYTES`` with a chance of
+    ``sample`` (the same pieces for the same ``seed``), at no more than ``bytes_per_s``, until ``seconds`` are over."""
+
+    quick: bool = False
+    sample: float = 1.0
+    seed: int = 0
+    bytes_per_s: float | None = None
+    seconds: float | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether every byte is read."""
+        return not self.quick and self.sample >= 1 and self.seconds is None
+
+
 @dataclass(slots=True)
 class _Rank:
     """What is known of one rank; ``layout`` is None where it, or the vote, is bad."""
@@ -47,12 +67,19 @@ class Images:
         self,
         backend: Backend,
         chunk_bytes: int | None,
-        quick: bool,
+        extent: Extent,
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self.backend = backend
         self.chunk_bytes = chunk_bytes
-        self.quick = quick or chunk_bytes is None
+        self.quick = extent.quick or chunk_bytes is None
+        self.proved_bytes = 0
+        """Of images, read and compared with their hashes."""
+        self.unread_bytes = 0
+        """Of images that were to be read, left out by the sample or for want of time."""
+        self._extent = extent
+        self._limit = TokenBucket(extent.bytes_per_s)
+        self._until = None if extent.seconds is None else time.monotonic() + extent.seconds
         self.named: set[str] = set()
         self._progress = progress
         self._done = 0
@@ -157,6 +184,13 @@ class Images:
                 f"{name}: wrong size", found=f"{found} bytes", expected=f"{record.nbytes} bytes", name=name
             )
 
+    def _takes(self, piece: str) -> bool:
+        """Whether that piece of an image is read."""
+        if self._until is not None and time.monotonic() >= self._until:
+            return False
+        extent = self._extent
+        return extent.sample >= 1 or random.Random(f"{extent.seed} {piece}").random() < extent.sample
+
     async def _chunks(self, source: DurableSource, rank: int, record: ImageRecord, name: str) -> None:
         """Read all of the image; Damaged names the first bad chunk and counts the others."""
         assert self.chunk_bytes is not None
@@ -166,7 +200,12 @@ class Images:
         try:
             for start in range(0, record.nbytes, step):
                 view = memoryview(buffer)[: min(step, record.nbytes - start)]
+                if not self._takes(f"{name}@{start}"):
+                    self.unread_bytes += len(view)
+                    continue
+                await self._limit.take(len(view))
                 await source.read_into(rank, record.name, start, view)
+                self.proved_bytes += len(view)
                 first = start // self.chunk_bytes
                 bad += await asyncio.to_thread(bad_chunks, view, first, record, self.chunk_bytes)
         finally:

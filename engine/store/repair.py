@@ -83,7 +83,9 @@ async def repair(
     work = _Work(target, others, memory)
     damage = [finding for finding in findings if finding.severity is Severity.DAMAGE]
     places: dict[Place, None] = {}
-    for finding in damage:
+    for finding in {
+        finding.name: finding for finding in damage
+    }.values():  # what several checkpoints need, once
         parsed = names.parse(finding.name)
         kind = parsed.kind if parsed is not None else None
         if kind in (Name.RUN, Name.INCARNATION):
@@ -94,6 +96,7 @@ async def repair(
             await work.decision(finding)
         elif finding.kind is Kind.UNDECIDED:
             await work.commit(finding)
+    for finding in damage:
         if finding.step is not None and finding.incarnation is not None:
             places[finding.step, finding.incarnation] = None
     for place in places:
