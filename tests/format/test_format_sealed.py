@@ -175,7 +175,11 @@ def test_another_format_version_says_what_to_do() -> None:
     with pytest.raises(UnknownFormat) as caught:
         sealed.unseal(sealed.seal("thing", {"new": 1}, format=FORMAT_VERSION + 1), "thing", NAME)
     error = caught.value
-    assert (error.found, error.expected, error.name) == (FORMAT_VERSION + 1, f"at most {FORMAT_VERSION}", NAME)
+    assert (error.found, error.expected, error.name) == (
+        FORMAT_VERSION + 1,
+        f"at most {FORMAT_VERSION}",
+        NAME,
+    )
     assert error.hint and "release" in error.hint
 
 
