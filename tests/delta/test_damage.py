@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import shutil
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from everstep.backends.files import LocalBackend
-from everstep.errors import Damaged, EverstepError, UnknownFormat
+from everstep.errors import Damaged, EverstepError, Pruned, UnknownFormat
 from everstep.format import names, packed
 from everstep.format.manifest import Manifest
 from everstep.store.findings import Kind, Severity
 from everstep.store.fsck import check
+from everstep.store.rotate import rotate
 from everstep.store.sources import DurableSource, bases_at
+
+from tests.store import store_kit
 
 from . import kit
 
@@ -170,6 +174,12 @@ async def _another(tmp_path: Path, backend: LocalBackend) -> str:
     return BASE
 
 
+ANOTHER: defaultdict[str, str | None] = defaultdict(
+    lambda: None, {BASE: names.image(1, 1, 1, 0, "optimizer")}
+)
+"""Images are looked at side by side."""
+
+
 @pytest.mark.parametrize("what", [_gone, _image_gone, _manifest_damaged, _vote_damaged, _another])
 def test_a_base_that_is_gone_or_wrong_is_named(
     tmp_path: Path, what: Callable[[Path, LocalBackend], object]
@@ -179,7 +189,7 @@ def test_a_base_that_is_gone_or_wrong_is_named(
         name = await what(tmp_path, backend)  # type: ignore[misc]
         with pytest.raises(EverstepError) as caught:
             await kit.load([kit.source_of(backend, delta)], CHANGED)
-        assert isinstance(caught.value, Damaged) and caught.value.name == name
+        assert isinstance(caught.value, Damaged) and caught.value.name in (name, ANOTHER[name])
         found = await findings(backend)
         assert name in found
         if what is _another:
@@ -209,11 +219,6 @@ def test_damage_in_the_middle_of_a_chain_is_named(tmp_path: Path) -> None:
 
 
 def test_a_delta_that_was_removed_with_its_base_is_pruned(tmp_path: Path) -> None:
-    from everstep.errors import Pruned
-    from everstep.store.rotate import rotate
-
-    from tests.store import store_kit
-
     async def work(backend: LocalBackend) -> None:
         _, delta = await two(backend)
         await kit.save(backend, 3, STATES)
