@@ -131,9 +131,9 @@ def decode_chunk(encoding: int, payload: memoryview, base: memoryview | None, ou
         if ENCODING_OF[transform] > encoding:
             raise Damaged("a transform of another encoding", found=transform, expected=f"one of {encoding}")
         needed = max(needed, ENCODING_OF[transform])
-        block = None if other is None else other[at : at + nbytes]
+        block: Bytes = None if other is None else other[at : at + nbytes]
         if transform == SAME:
-            mine[at : at + nbytes] = block
+            np.copyto(mine[at : at + nbytes], block)
         else:
             planes = [cursor.plane(nbytes // item) for _ in range(item)]
             join(planes, block, transform, item, mine[at : at + nbytes])
