@@ -1,6 +1,7 @@
 """Numbers to byte planes and back: plane i holds byte i, counted from the lowest, of every item.
 
-All arrays are numpy's, of bytes; an item is a little-endian word. A difference is taken between the numbers' places in
+The loops are compiled (``_kernel.c``) where the install found a compiler; here they are in numpy too, with the same
+result. All arrays are numpy's, of bytes; an item is a little-endian word. A difference is taken between the numbers' places in
 their order: the bits of a float, as a whole number, go up with its magnitude, so those of negative ones are turned
 around. What results is small where the numbers are close, and its sign goes into the lowest bit, so that small negative
 differences have empty high bytes too.
@@ -12,6 +13,12 @@ from typing import Any
 
 from .constants import FLOAT_DIFFERENCE, NONE, XOR
 
+_kernel: Any
+try:
+    from . import _kernel  # type: ignore[no-redef]
+except ImportError:
+    _kernel = None
+
 Bytes = Any
 """A one-dimensional numpy array of unsigned bytes; numpy is loaded when there is something to code."""
 
@@ -21,6 +28,10 @@ def split(new: Bytes, base: Bytes | None, transform: int, item: int) -> Bytes:
     needed."""
     import numpy as np
 
+    if _kernel is not None:
+        planes = np.empty((item, new.size // item), np.uint8)
+        _kernel.split(new, base, transform, item, planes)
+        return planes
     words: Any = new.view(f"<i{item}")
     if transform != NONE:
         assert base is not None
@@ -39,12 +50,54 @@ def join(planes: list[Bytes | int], base: Bytes | None, transform: int, item: in
     """Inverse of :func:`split`, into ``out``. A plane whose bytes are all equal is given as that byte."""
     import numpy as np
 
+    if _kernel is not None:
+        _kernel.join(planes, base, transform, item, out)
+        return
     columns = out.reshape(-1, item)
     for index, plane in enumerate(planes):
         np.copyto(columns[:, index], np.uint8(plane) if isinstance(plane, int) else plane)
     if transform != NONE:
         assert base is not None
         _backward(out.view(f"<i{item}"), base.view(f"<i{item}"), transform, item)
+
+
+def thin(plane: Bytes) -> tuple[Bytes, Bytes]:
+    """Where the bytes of a plane are not zero (a bit for each, from the lowest of the first byte on), and these."""
+    import numpy as np
+
+    if _kernel is not None:
+        map_, values = np.empty(-(-plane.size // 8), np.uint8), np.empty(plane.size, np.uint8)
+        return map_, values[: _kernel.thin(plane, map_, values)]
+    mask = plane != 0
+    return np.packbits(mask, bitorder="little"), plane[mask]
+
+
+def fill(map_: Bytes, values: Bytes, count: int) -> Bytes | None:
+    """Inverse of :func:`thin`: a plane of ``count`` bytes; None if there are not as many values as bits are set."""
+    import numpy as np
+
+    if _kernel is not None:
+        plane = np.empty(count, np.uint8)
+        return plane if _kernel.fill(map_, values, plane) else None
+    mask = np.unpackbits(map_, count=count, bitorder="little").view(np.bool_)
+    if np.count_nonzero(mask) != values.size:
+        return None
+    plane = np.zeros(count, np.uint8)
+    plane[mask] = values
+    return plane
+
+
+def count(planes: Bytes) -> Any:
+    """``[item, 256]``: how often each byte is in each of the planes ``[item, n]``."""
+    import numpy as np
+
+    item = len(planes)
+    if _kernel is not None:
+        counts = np.empty((item, 256), np.uint32)
+        _kernel.count(planes, item, counts)
+        return counts
+    numbered = planes + (np.arange(item, dtype=np.uint16) << 8)[:, None]
+    return np.bincount(numbered.reshape(-1), minlength=item << 8).reshape(item, 256)
 
 
 def _forward(new: Any, base: Any, transform: int, item: int) -> Any:

@@ -7,7 +7,7 @@ import math
 from typing import Any, NamedTuple
 
 from .constants import FLOAT_DIFFERENCE, INT_DIFFERENCE, NONE, XOR
-from .planes import Bytes, split
+from .planes import Bytes, count, split
 from .segments import Kind
 
 RUNS = 8
@@ -50,10 +50,10 @@ def probe(new: Bytes, base: Bytes | None, item: int, kind: Kind) -> Verdict:
 def _sample(data: Bytes, item: int) -> Bytes:
     import numpy as np
 
-    count = data.size // item
-    if count <= RUNS * RUN_ITEMS:
+    items = data.size // item
+    if items <= RUNS * RUN_ITEMS:
         return data
-    step = count // RUNS * item
+    step = items // RUNS * item
     return np.ascontiguousarray(data[: RUNS * step].reshape(RUNS, step)[:, : RUN_ITEMS * item]).reshape(-1)
 
 
@@ -61,13 +61,11 @@ def _look(new: Bytes, base: Bytes | None, transform: int, item: int) -> Verdict:
     import numpy as np
 
     planes = split(new, base, transform, item)
-    count = planes.shape[1]
-    numbered = planes + (np.arange(item, dtype=np.uint16) << 8)[:, None]
-    found = np.bincount(numbered.reshape(-1), minlength=item << 8).reshape(item, 256)
-    bits = math.log2(count) - _weights()[found].sum(axis=1) / count
+    found, items = count(planes), planes.shape[1]
+    bits = math.log2(items) - _weights()[found].sum(axis=1) / items
     # A sample shows fewer values than there are, which makes it look tidier than it is.
-    bits += (np.count_nonzero(found, axis=1) - 1) / (2 * math.log(2) * count)
-    return Verdict(transform, bits.tolist(), (found[:, 0] / count).tolist())
+    bits += (np.count_nonzero(found, axis=1) - 1) / (2 * math.log(2) * items)
+    return Verdict(transform, bits.tolist(), (found[:, 0] / items).tolist())
 
 
 @functools.cache
@@ -75,5 +73,5 @@ def _weights() -> Any:
     """By count c of a value: c * log2(c)."""
     import numpy as np
 
-    counts = np.arange(8 * RUNS * RUN_ITEMS + 8, dtype=np.float64)
+    counts = np.arange(RUNS * RUN_ITEMS + 1, dtype=np.float64)
     return counts * np.log2(np.maximum(counts, 1))
