@@ -81,9 +81,9 @@ def _blocks(segments: Sequence[Segment]) -> Iterator[tuple[int, int, int, Kind]]
 
 def _encode_block(new: Bytes, base: Bytes | None, item: int, kind: Kind) -> tuple[int, bytes, list[Part]]:
     """Transform, table entries of the planes, stored parts."""
-    if base is not None and new[0] == base[0] and (new == base).all():
-        return SAME, b"", []
     transform, bits, zeros = probe(new, base, item, kind)
+    if transform != NONE and min(zeros) == 1 and (new == base).all():
+        return SAME, b"", []
     # Whole numbers, and bytes, repeat in ways that the entropy of single bytes does not show.
     numbers = kind == "float" or transform != NONE
     entries, parts = b"", list[Part]()

@@ -87,17 +87,18 @@ def fill(map_: Bytes, values: Bytes, count: int) -> Bytes | None:
     return plane
 
 
-def count(planes: Bytes) -> Any:
-    """``[item, 256]``: how often each byte is in each of the planes ``[item, n]``."""
+def weigh(planes: Bytes, weights: Bytes) -> list[tuple[int, int, int]]:
+    """By plane of ``[item, n]``: the sum of ``weights[c]`` over the counts c of its bytes, how many different bytes
+    it has, and how many zeros. ``weights``: n + 1 whole numbers of 64 bits, of which the first is zero."""
     import numpy as np
 
     item = len(planes)
     if _kernel is not None:
-        counts = np.empty((item, 256), np.uint32)
-        _kernel.count(planes, item, counts)
-        return counts
+        return _kernel.weigh(planes, item, weights)
     numbered = planes + (np.arange(item, dtype=np.uint16) << 8)[:, None]
-    return np.bincount(numbered.reshape(-1), minlength=item << 8).reshape(item, 256)
+    counts = np.bincount(numbered.reshape(-1), minlength=item << 8).reshape(item, 256)
+    sums, values = weights[counts].sum(axis=1), np.count_nonzero(counts, axis=1)
+    return list(zip(sums.tolist(), values.tolist(), counts[:, 0].tolist(), strict=True))
 
 
 def _forward(new: Any, base: Any, transform: int, item: int) -> Any:

@@ -7,7 +7,7 @@ import math
 from typing import Any, NamedTuple
 
 from .constants import FLOAT_DIFFERENCE, INT_DIFFERENCE, NONE, XOR
-from .planes import Bytes, count, split
+from .planes import Bytes, split, weigh
 from .segments import Kind
 
 RUNS = 8
@@ -20,6 +20,9 @@ SPARSE_SHARE = 0.7
 """A plane with at least this share of zero bytes is stored as where the others are, and these."""
 BASE_GAIN = 1 / 128
 """What a base has to bring, of the block's size, for a block to need it."""
+
+WEIGHT_BITS = 32
+"""Weights of counts are multiples of one part in 2 to the power of this."""
 
 
 class Verdict(NamedTuple):
@@ -58,20 +61,21 @@ def _sample(data: Bytes, item: int) -> Bytes:
 
 
 def _look(new: Bytes, base: Bytes | None, transform: int, item: int) -> Verdict:
-    import numpy as np
-
     planes = split(new, base, transform, item)
-    found, items = count(planes), planes.shape[1]
-    bits = math.log2(items) - _weights()[found].sum(axis=1) / items
-    # A sample shows fewer values than there are, which makes it look tidier than it is.
-    bits += (np.count_nonzero(found, axis=1) - 1) / (2 * math.log(2) * items)
-    return Verdict(transform, bits.tolist(), (found[:, 0] / items).tolist())
+    items = planes.shape[1]
+    bits, zeros = [], []
+    for weight, values, none in weigh(planes, _weights(items)):
+        # A sample shows fewer values than there are, which makes it look tidier than it is.
+        unseen = (values - 1) / (2 * math.log(2) * items)
+        bits.append(math.log2(items) - weight / (items << WEIGHT_BITS) + unseen)
+        zeros.append(none / items)
+    return Verdict(transform, bits, zeros)
 
 
-@functools.cache
-def _weights() -> Any:
-    """By count c of a value: c * log2(c)."""
+@functools.lru_cache(maxsize=16)
+def _weights(items: int) -> Any:
+    """By count c of a byte: c * log2(c), in whole numbers, whose sums do not depend on their order."""
     import numpy as np
 
-    counts = np.arange(RUNS * RUN_ITEMS + 1, dtype=np.float64)
-    return counts * np.log2(np.maximum(counts, 1))
+    counts = np.arange(items + 1, dtype=np.float64)
+    return np.rint(counts * np.log2(np.maximum(counts, 1)) * (1 << WEIGHT_BITS)).astype(np.int64)

@@ -23,7 +23,7 @@ GAIN = 1 / 32
 
 _NUMBERS = {
     "window_log": 17,
-    "hash_log": 8,
+    "hash_log": 6,
     "chain_log": 6,
     "search_log": 1,
     "min_match": 7,
