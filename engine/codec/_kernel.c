@@ -15,23 +15,34 @@
 #define TILE 2048 /* items that are worked on at once: they stay in the first cache */
 #define ITEM_MAX 8
 
+/* Compiled twice where the loader can choose: what every machine has, and twice as wide. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__has_attribute)
+#if __has_attribute(target_clones)
+#define WIDE __attribute__((target_clones("avx2", "default")))
+#endif
+#endif
+#ifndef WIDE
+#define WIDE
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
 enum { NONE, XOR, FLOAT_DIFFERENCE, INT_DIFFERENCE };
 
 /* For words of W bits: `forward` turns those of the new chunk into what is stored, `backward` is its inverse, `spread`
  * and `gather` go between words and planes. Written as single loops without branches, for compilers to vectorize. */
 #define DEFINE(W)                                                                                                      \
     typedef uint##W##_t u##W;                                                                                          \
-    static inline u##W load##W(const uint8_t *from, Py_ssize_t i) {                                                    \
+    INLINE u##W load##W(const uint8_t *from, Py_ssize_t i) {                                                           \
         u##W word;                                                                                                     \
         memcpy(&word, from + i * (W / 8), sizeof word);                                                                \
         return word;                                                                                                   \
     }                                                                                                                  \
-    static inline void store##W(uint8_t *to, Py_ssize_t i, u##W word) { memcpy(to + i * (W / 8), &word, sizeof word); } \
-    static inline u##W signs##W(u##W word) { return (u##W)(0 - (u##W)(word >> (W - 1))); }                             \
-    static inline u##W ordered##W(u##W word) { return (u##W)(word ^ (signs##W(word) >> 1)); }                          \
-    static inline u##W folded##W(u##W word) { return (u##W)((u##W)(word << 1) ^ signs##W(word)); }                     \
-    static inline u##W unfolded##W(u##W word) { return (u##W)((word >> 1) ^ (u##W)(0 - (u##W)(word & 1))); }           \
-    static void forward##W(const uint8_t *new, const uint8_t *base, int transform, Py_ssize_t n,                       \
+    INLINE void store##W(uint8_t *to, Py_ssize_t i, u##W word) { memcpy(to + i * (W / 8), &word, sizeof word); }       \
+    INLINE u##W signs##W(u##W word) { return (u##W)(0 - (u##W)(word >> (W - 1))); }                                    \
+    INLINE u##W ordered##W(u##W word) { return (u##W)(word ^ (signs##W(word) >> 1)); }                                 \
+    INLINE u##W folded##W(u##W word) { return (u##W)((u##W)(word << 1) ^ signs##W(word)); }                            \
+    INLINE u##W unfolded##W(u##W word) { return (u##W)((word >> 1) ^ (u##W)(0 - (u##W)(word & 1))); }                  \
+    INLINE void forward##W(const uint8_t *new, const uint8_t *base, int transform, Py_ssize_t n,                       \
                            uint8_t *restrict words) {                                                                  \
         Py_ssize_t i;                                                                                                  \
         if (transform == XOR)                                                                                          \
@@ -45,7 +56,7 @@ enum { NONE, XOR, FLOAT_DIFFERENCE, INT_DIFFERENCE };
             for (i = 0; i < n; i++)                                                                                    \
                 store##W(words, i, folded##W((u##W)(load##W(new, i) - load##W(base, i))));                             \
     }                                                                                                                  \
-    static void backward##W(const uint8_t *restrict words, const uint8_t *base, int transform, Py_ssize_t n,           \
+    INLINE void backward##W(const uint8_t *restrict words, const uint8_t *base, int transform, Py_ssize_t n,           \
                             uint8_t *out) {                                                                            \
         Py_ssize_t i;                                                                                                  \
         if (transform == XOR)                                                                                          \
@@ -59,7 +70,7 @@ enum { NONE, XOR, FLOAT_DIFFERENCE, INT_DIFFERENCE };
             for (i = 0; i < n; i++)                                                                                    \
                 store##W(out, i, (u##W)(unfolded##W(load##W(words, i)) + load##W(base, i)));                           \
     }                                                                                                                  \
-    static void spread##W(const uint8_t *words, Py_ssize_t n, uint8_t *const *planes, Py_ssize_t at) {                 \
+    INLINE void spread##W(const uint8_t *words, Py_ssize_t n, uint8_t *const *planes, Py_ssize_t at) {                 \
         for (int plane = 0; plane < W / 8; plane++) {                                                                  \
             uint8_t *restrict to = planes[plane] + at;                                                                 \
             for (Py_ssize_t i = 0; i < n; i++)                                                                         \
@@ -72,21 +83,21 @@ DEFINE(16)
 DEFINE(32)
 DEFINE(64)
 
-static void gather8(const uint8_t *const *from, Py_ssize_t n, uint8_t *restrict words) { memcpy(words, from[0], n); }
+INLINE void gather8(const uint8_t *const *from, Py_ssize_t n, uint8_t *restrict words) { memcpy(words, from[0], n); }
 
-static void gather16(const uint8_t *const *from, Py_ssize_t n, uint8_t *restrict words) {
+INLINE void gather16(const uint8_t *const *from, Py_ssize_t n, uint8_t *restrict words) {
     const uint8_t *a = from[0], *b = from[1];
     for (Py_ssize_t i = 0; i < n; i++)
         store16(words, i, (u16)(a[i] | (b[i] << 8)));
 }
 
-static void gather32(const uint8_t *const *from, Py_ssize_t n, uint8_t *restrict words) {
+INLINE void gather32(const uint8_t *const *from, Py_ssize_t n, uint8_t *restrict words) {
     const uint8_t *a = from[0], *b = from[1], *c = from[2], *d = from[3];
     for (Py_ssize_t i = 0; i < n; i++)
         store32(words, i, (u32)a[i] | (u32)b[i] << 8 | (u32)c[i] << 16 | (u32)d[i] << 24);
 }
 
-static void gather64(const uint8_t *const *from, Py_ssize_t n, uint8_t *restrict words) {
+INLINE void gather64(const uint8_t *const *from, Py_ssize_t n, uint8_t *restrict words) {
     uint8_t halves[2][TILE * 4];
     gather32(from, n, halves[0]);
     gather32(from + 4, n, halves[1]);
@@ -98,7 +109,8 @@ static void gather64(const uint8_t *const *from, Py_ssize_t n, uint8_t *restrict
     (item == 1 ? name##8(__VA_ARGS__) : item == 2 ? name##16(__VA_ARGS__)                                              \
      : item == 4 ? name##32(__VA_ARGS__) : name##64(__VA_ARGS__))
 
-static void split_all(const uint8_t *new, const uint8_t *base, int transform, int item, Py_ssize_t n, uint8_t *out) {
+WIDE static void split_all(const uint8_t *new, const uint8_t *base, int transform, int item, Py_ssize_t n,
+                           uint8_t *out) {
     uint8_t words[TILE * ITEM_MAX], *planes[ITEM_MAX];
     for (int plane = 0; plane < item; plane++)
         planes[plane] = out + plane * n;
@@ -114,8 +126,8 @@ static void split_all(const uint8_t *new, const uint8_t *base, int transform, in
 }
 
 /* A plane that is NULL is the byte `equal` of it throughout. */
-static void join_all(const uint8_t *const *planes, const uint8_t *equal, const uint8_t *base, int transform, int item,
-                     Py_ssize_t n, uint8_t *out) {
+WIDE static void join_all(const uint8_t *const *planes, const uint8_t *equal, const uint8_t *base, int transform,
+                          int item, Py_ssize_t n, uint8_t *out) {
     uint8_t words[TILE * ITEM_MAX], filled[ITEM_MAX][TILE];
     const uint8_t *from[ITEM_MAX];
     for (int plane = 0; plane < item; plane++)
@@ -147,7 +159,7 @@ static PyObject *split(PyObject *self, PyObject *args) {
     int transform, item, good;
     if (!PyArg_ParseTuple(args, "y*z*iiw*", &new, &base, &transform, &item, &out))
         return NULL;
-    good = fits(item, transform, &new, &base) && fits(item, NONE, &new, &base);
+    good = fits(item, transform, &new, &base);
     if (good && out.len != new.len) {
         PyErr_SetString(PyExc_ValueError, "room of another size");
         good = 0;
@@ -271,19 +283,18 @@ static PyObject *thin(PyObject *self, PyObject *args) {
     return count < 0 ? NULL : PyLong_FromSsize_t(count);
 }
 
-static Py_ssize_t set_bits(const uint8_t *map, Py_ssize_t n) {
-    Py_ssize_t count = 0;
-    for (Py_ssize_t at = 0; at < n; at += 64)
-        count += __builtin_popcountll(bits_at(map, at, n));
-    return count;
-}
-
-static void fill_all(const uint8_t *map, const uint8_t *values, Py_ssize_t n, uint8_t *restrict plane) {
+/* Whether there are as many values as bits are set; none is read that is not there. */
+static int fill_all(const uint8_t *map, const uint8_t *values, Py_ssize_t have, Py_ssize_t n, uint8_t *restrict plane) {
     Py_ssize_t count = 0;
     memset(plane, 0, n);
-    for (Py_ssize_t at = 0; at < n; at += 64)
-        for (uint64_t bits = bits_at(map, at, n); bits; bits &= bits - 1)
+    for (Py_ssize_t at = 0; at < n; at += 64) {
+        uint64_t bits = bits_at(map, at, n);
+        if (__builtin_popcountll(bits) > have - count)
+            return 0;
+        for (; bits; bits &= bits - 1)
             plane[at + __builtin_ctzll(bits)] = values[count++];
+    }
+    return count == have;
 }
 
 static PyObject *fill(PyObject *self, PyObject *args) {
@@ -291,11 +302,10 @@ static PyObject *fill(PyObject *self, PyObject *args) {
     int good;
     if (!PyArg_ParseTuple(args, "y*y*w*", &map, &values, &plane))
         return NULL;
-    /* Counted first, so that no value is read that is not there. */
-    good = map.len == (plane.len + 7) / 8 && set_bits(map.buf, plane.len) == values.len;
+    good = map.len == (plane.len + 7) / 8;
     if (good) {
         Py_BEGIN_ALLOW_THREADS
-        fill_all(map.buf, values.buf, plane.len, plane.buf);
+        good = fill_all(map.buf, values.buf, values.len, plane.len, plane.buf);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&map);
@@ -347,6 +357,8 @@ static PyMethodDef METHODS[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_kernel", "Loops of the codec.", 0, METHODS, NULL, NULL, NULL, NULL};
+static struct PyModuleDef MODULE = {
+    PyModuleDef_HEAD_INIT, "_kernel", "Loops of the codec.", 0, METHODS, NULL, NULL, NULL, NULL,
+};
 
 PyMODINIT_FUNC PyInit__kernel(void) { return PyModuleDef_Init(&MODULE); }

@@ -1,10 +1,12 @@
 """Numbers to byte planes and back: plane i holds byte i, counted from the lowest, of every item.
 
-The loops are compiled (``_kernel.c``) where the install found a compiler; here they are in numpy too, with the same
-result. All arrays are numpy's, of bytes; an item is a little-endian word. A difference is taken between the numbers' places in
+All arrays are numpy's, of bytes; an item is a little-endian word. A difference is taken between the numbers' places in
 their order: the bits of a float, as a whole number, go up with its magnitude, so those of negative ones are turned
 around. What results is small where the numbers are close, and its sign goes into the lowest bit, so that small negative
 differences have empty high bytes too.
+
+The loops are compiled (``_kernel.c``) where the install found a compiler; here they are in numpy too, with the same
+result.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from .constants import FLOAT_DIFFERENCE, NONE, XOR
 
 _kernel: Any
 try:
-    from . import _kernel  # type: ignore[no-redef]
+    from . import _kernel
 except ImportError:
     _kernel = None
 
@@ -94,7 +96,8 @@ def weigh(planes: Bytes, weights: Bytes) -> list[tuple[int, int, int]]:
 
     item = len(planes)
     if _kernel is not None:
-        return _kernel.weigh(planes, item, weights)
+        found: list[tuple[int, int, int]] = _kernel.weigh(planes, item, weights)
+        return found
     numbered = planes + (np.arange(item, dtype=np.uint16) << 8)[:, None]
     counts = np.bincount(numbered.reshape(-1), minlength=item << 8).reshape(item, 256)
     sums, values = weights[counts].sum(axis=1), np.count_nonzero(counts, axis=1)
