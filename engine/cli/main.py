@@ -27,7 +27,8 @@ COMMANDS = {
     "plan-memory": _Entry(
         "plan_memory", "plan_memory", "Say what the memory tier takes, and what survives what."
     ),
-    "fsck": _Entry("fsck", "fsck", "Check every byte of a run against its hashes."),
+    "fsck": _Entry("fsck", "fsck", "Check every byte of a run against its hashes, and mend it."),
+    "scrub": _Entry("scrub", "scrub", "Prove a run again and again, in the background."),
     "copy": _Entry("copy", "copy", "Copy a run, or some of its checkpoints, to another place."),
     "prune": _Entry("prune", "prune", "Remove the checkpoints that no rule keeps."),
     "pin": _Entry("pin", "pin", "Keep a checkpoint from being removed."),
