@@ -214,9 +214,10 @@ static int fits(int item, int transform, int grouped, const Py_buffer *whole, co
     return 0;
 }
 
-/* Room for the items in groups; without groups NULL. *good is cleared if there is none to be had. */
+/* Room for the items in groups; without groups NULL. *good is cleared if there is none to be had. Twice what is needed:
+ * should another process write to the base between its two readings, no group grows beyond that. */
 static uint8_t *room_for(int grouped, Py_ssize_t nbytes, int *good) {
-    uint8_t *room = grouped && *good ? PyMem_RawMalloc(nbytes) : NULL;
+    uint8_t *room = grouped && *good ? PyMem_RawMalloc(2 * (size_t)nbytes) : NULL;
     if (grouped && *good && room == NULL) {
         PyErr_NoMemory();
         *good = 0;
