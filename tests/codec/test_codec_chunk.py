@@ -329,6 +329,9 @@ def test_a_transform_that_its_encoding_does_not_announce_is_refused() -> None:
     assert encoding == DIFFERENCE_PLANES
     assert attempt(PLANES, payload, base, len(new)) is None
     assert attempt(XOR_PLANES, payload, base, len(new)) is None
+    encoding, payload, base, new = samples()["planes"]
+    assert encoding == PLANES
+    assert attempt(DIFFERENCE_PLANES, payload, base, len(new)) is None
 
 
 def test_wrong_calls_are_told_as_such() -> None:
