@@ -70,12 +70,24 @@ enum { NONE, XOR, FLOAT_DIFFERENCE, INT_DIFFERENCE };
             for (i = 0; i < n; i++)                                                                                    \
                 store##W(out, i, (u##W)(unfolded##W(load##W(words, i)) + load##W(base, i)));                           \
     }                                                                                                                  \
+    INLINE void keys##W(const uint8_t *base, Py_ssize_t n, uint8_t *restrict keys) {                                   \
+        for (Py_ssize_t i = 0; i < n; i++)                                                                             \
+            keys[i] = (uint8_t)(load##W(base, i) >> (W == 64 ? 52 : W == 32 ? 23 : W == 16 ? 7 : 0));                  \
+    }                                                                                                                  \
     INLINE void spread##W(const uint8_t *words, Py_ssize_t n, uint8_t *const *planes, Py_ssize_t at) {                 \
         for (int plane = 0; plane < W / 8; plane++) {                                                                  \
             uint8_t *restrict to = planes[plane] + at;                                                                 \
             for (Py_ssize_t i = 0; i < n; i++)                                                                         \
                 to[i] = (uint8_t)(load##W(words, i) >> (8 * plane));                                                   \
         }                                                                                                              \
+    }                                                                                                                  \
+    INLINE void scatter##W(const uint8_t *words, Py_ssize_t n, const uint8_t *keys, uint32_t *next, uint8_t *all) {    \
+        for (Py_ssize_t i = 0; i < n; i++)                                                                             \
+            store##W(all, next[keys[i]]++, load##W(words, i));                                                         \
+    }                                                                                                                  \
+    INLINE void collect##W(uint8_t *words, Py_ssize_t n, const uint8_t *keys, uint32_t *next, const uint8_t *all) {    \
+        for (Py_ssize_t i = 0; i < n; i++)                                                                             \
+            store##W(words, i, load##W(all, next[keys[i]]++));                                                         \
     }
 
 DEFINE(8)
@@ -109,11 +121,39 @@ INLINE void gather64(const uint8_t *const *from, Py_ssize_t n, uint8_t *restrict
     (item == 1 ? name##8(__VA_ARGS__) : item == 2 ? name##16(__VA_ARGS__)                                              \
      : item == 4 ? name##32(__VA_ARGS__) : name##64(__VA_ARGS__))
 
-WIDE static void split_all(const uint8_t *new, const uint8_t *base, int transform, int item, Py_ssize_t n,
-                           uint8_t *out) {
+/* Where the items of each group begin, if they are put one group behind the other, in the order of the keys. */
+INLINE void begin_groups(const uint8_t *base, int item, Py_ssize_t n, uint32_t *begins) {
+    uint8_t keys[TILE];
+    uint32_t counts[4][256] = {{0}}, sum = 0; /* four of them: equal neighbours need not wait for each other */
+    for (Py_ssize_t at = 0; at < n; at += TILE) {
+        Py_ssize_t some = n - at < TILE ? n - at : TILE;
+        OF(item, keys, base + at * item, some, keys);
+        Py_ssize_t i = 0;
+        for (; i + 4 <= some; i += 4) {
+            counts[0][keys[i]]++;
+            counts[1][keys[i + 1]]++;
+            counts[2][keys[i + 2]]++;
+            counts[3][keys[i + 3]]++;
+        }
+        for (; i < some; i++)
+            counts[0][keys[i]]++;
+    }
+    for (int key = 0; key < 256; key++) {
+        begins[key] = sum;
+        sum += counts[0][key] + counts[1][key] + counts[2][key] + counts[3][key];
+    }
+}
+
+/* `room` is as large as `new`, where items are grouped. */
+WIDE static void split_all(const uint8_t *new, const uint8_t *base, int transform, int item, Py_ssize_t n, uint8_t *out,
+                           uint8_t *room) {
     uint8_t words[TILE * ITEM_MAX], *planes[ITEM_MAX];
+    uint8_t keys[TILE];
+    uint32_t next[256];
     for (int plane = 0; plane < item; plane++)
         planes[plane] = out + plane * n;
+    if (room != NULL)
+        begin_groups(base, item, n, next);
     for (Py_ssize_t at = 0; at < n; at += TILE) {
         Py_ssize_t some = n - at < TILE ? n - at : TILE;
         const uint8_t *from = new + at * item;
@@ -121,54 +161,87 @@ WIDE static void split_all(const uint8_t *new, const uint8_t *base, int transfor
             OF(item, forward, from, base + at * item, transform, some, words);
             from = words;
         }
-        OF(item, spread, from, some, planes, at);
+        if (room != NULL) {
+            OF(item, keys, base + at * item, some, keys);
+            OF(item, scatter, from, some, keys, next, room);
+        } else {
+            OF(item, spread, from, some, planes, at);
+        }
     }
+    for (Py_ssize_t at = 0; room != NULL && at < n; at += TILE)
+        OF(item, spread, room + at * item, n - at < TILE ? n - at : TILE, planes, at);
 }
 
-/* A plane that is NULL is the byte `equal` of it throughout. */
+/* A plane that is NULL is the byte `equal` of it throughout. `room` as above. */
 WIDE static void join_all(const uint8_t *const *planes, const uint8_t *equal, const uint8_t *base, int transform,
-                          int item, Py_ssize_t n, uint8_t *out) {
+                          int item, Py_ssize_t n, uint8_t *out, uint8_t *room) {
     uint8_t words[TILE * ITEM_MAX], filled[ITEM_MAX][TILE];
+    uint8_t keys[TILE];
+    uint32_t next[256];
     const uint8_t *from[ITEM_MAX];
     for (int plane = 0; plane < item; plane++)
         if (planes[plane] == NULL)
             memset(filled[plane], equal[plane], TILE);
     for (Py_ssize_t at = 0; at < n; at += TILE) {
         Py_ssize_t some = n - at < TILE ? n - at : TILE;
+        uint8_t *to = room != NULL ? room + at * item : transform == NONE ? out + at * item : words;
         for (int plane = 0; plane < item; plane++)
             from[plane] = planes[plane] == NULL ? filled[plane] : planes[plane] + at;
-        OF(item, gather, from, some, transform == NONE ? out + at * item : words);
-        if (transform != NONE)
+        OF(item, gather, from, some, to);
+        if (room == NULL && transform != NONE)
             OF(item, backward, words, base + at * item, transform, some, out + at * item);
+    }
+    if (room == NULL)
+        return;
+    begin_groups(base, item, n, next);
+    for (Py_ssize_t at = 0; at < n; at += TILE) {
+        Py_ssize_t some = n - at < TILE ? n - at : TILE;
+        OF(item, keys, base + at * item, some, keys);
+        OF(item, collect, words, some, keys, next, room);
+        OF(item, backward, words, base + at * item, transform, some, out + at * item);
     }
 }
 
 static int is_item(int item) { return item == 1 || item == 2 || item == 4 || item == 8; }
 
-/* Whether sizes and numbers fit each other; an exception is set where they do not. */
-static int fits(int item, int transform, const Py_buffer *whole, const Py_buffer *base) {
-    if (is_item(item) && transform >= NONE && transform <= INT_DIFFERENCE && whole->len % item == 0 &&
-        (transform == NONE || (base->buf != NULL && base->len == whole->len)))
+/* Whether sizes and numbers fit each other; an exception is set where they do not. Groups need a transform. */
+static int fits(int item, int transform, int grouped, const Py_buffer *whole, const Py_buffer *base) {
+    if (is_item(item) && transform >= NONE && transform <= INT_DIFFERENCE && (transform != NONE || !grouped) &&
+        whole->len % item == 0 && whole->len / item <= UINT32_MAX &&
+        (transform == NONE || (base->obj != NULL && base->len == whole->len)))
         return 1;
     PyErr_SetString(PyExc_ValueError, "sizes, item and transform do not fit");
     return 0;
 }
 
+/* Room for the items in groups; without groups NULL. *good is cleared if there is none to be had. Twice what is needed:
+ * should another process write to the base between its two readings, no group grows beyond that. */
+static uint8_t *room_for(int grouped, Py_ssize_t nbytes, int *good) {
+    uint8_t *room = grouped && *good ? PyMem_RawMalloc(2 * (size_t)nbytes) : NULL;
+    if (grouped && *good && room == NULL) {
+        PyErr_NoMemory();
+        *good = 0;
+    }
+    return room;
+}
+
 static PyObject *split(PyObject *self, PyObject *args) {
     Py_buffer new = {0}, base = {0}, out = {0};
-    int transform, item, good;
-    if (!PyArg_ParseTuple(args, "y*z*iiw*", &new, &base, &transform, &item, &out))
+    int transform, item, grouped, good;
+    if (!PyArg_ParseTuple(args, "y*z*iipw*", &new, &base, &transform, &item, &grouped, &out))
         return NULL;
-    good = fits(item, transform, &new, &base);
+    good = fits(item, transform, grouped, &new, &base);
     if (good && out.len != new.len) {
         PyErr_SetString(PyExc_ValueError, "room of another size");
         good = 0;
     }
+    uint8_t *room = room_for(grouped, new.len, &good);
     if (good) {
         Py_BEGIN_ALLOW_THREADS
-        split_all(new.buf, base.buf, transform, item, new.len / item, out.buf);
+        split_all(new.buf, base.buf, transform, item, new.len / item, out.buf, room);
         Py_END_ALLOW_THREADS
     }
+    PyMem_RawFree(room);
     PyBuffer_Release(&new);
     if (base.obj != NULL)
         PyBuffer_Release(&base);
@@ -214,16 +287,18 @@ static PyObject *join(PyObject *self, PyObject *args) {
     const uint8_t *planes[ITEM_MAX];
     uint8_t equal[ITEM_MAX];
     PyObject *sequence;
-    int transform, item, held = 0, good;
-    if (!PyArg_ParseTuple(args, "Oz*iiw*", &sequence, &base, &transform, &item, &out))
+    int transform, item, grouped, held = 0, good;
+    if (!PyArg_ParseTuple(args, "Oz*iipw*", &sequence, &base, &transform, &item, &grouped, &out))
         return NULL;
-    good = fits(item, transform, &out, &base) &&
+    good = fits(item, transform, grouped, &out, &base) &&
            planes_of(sequence, item, out.len / item, views, planes, equal, &held);
+    uint8_t *room = room_for(grouped, out.len, &good);
     if (good) {
         Py_BEGIN_ALLOW_THREADS
-        join_all(planes, equal, base.buf, transform, item, out.len / item, out.buf);
+        join_all(planes, equal, base.buf, transform, item, out.len / item, out.buf, room);
         Py_END_ALLOW_THREADS
     }
+    PyMem_RawFree(room);
     while (held)
         PyBuffer_Release(&views[--held]);
     if (base.obj != NULL)
@@ -317,14 +392,14 @@ static PyObject *fill(PyObject *self, PyObject *args) {
 static PyObject *weigh(PyObject *self, PyObject *args) {
     Py_buffer planes = {0}, weights = {0};
     PyObject *found = NULL;
-    int item;
-    if (!PyArg_ParseTuple(args, "y*iy*", &planes, &item, &weights))
+    int rows;
+    if (!PyArg_ParseTuple(args, "y*iy*", &planes, &rows, &weights))
         return NULL;
-    if (is_item(item) && planes.len % item == 0 && weights.len / 8 > planes.len / item) {
-        Py_ssize_t n = planes.len / item;
-        found = PyList_New(item);
-        for (int plane = 0; found != NULL && plane < item; plane++) {
-            const uint8_t *from = (const uint8_t *)planes.buf + plane * n;
+    if (rows > 0 && planes.len % rows == 0 && weights.len / 8 > planes.len / rows) {
+        Py_ssize_t n = planes.len / rows;
+        found = PyList_New(rows);
+        for (int row = 0; found != NULL && row < rows; row++) {
+            const uint8_t *from = (const uint8_t *)planes.buf + row * n;
             uint32_t counts[256] = {0};
             long long sum = 0;
             int values = 0;
@@ -338,7 +413,7 @@ static PyObject *weigh(PyObject *self, PyObject *args) {
             if (one == NULL)
                 Py_CLEAR(found);
             else
-                PyList_SET_ITEM(found, plane, one);
+                PyList_SET_ITEM(found, row, one);
         }
     } else {
         PyErr_SetString(PyExc_ValueError, "weights for other counts");
@@ -349,11 +424,11 @@ static PyObject *weigh(PyObject *self, PyObject *args) {
 }
 
 static PyMethodDef METHODS[] = {
-    {"split", split, METH_VARARGS, "split(new, base, transform, item, out): fill out with the planes"},
-    {"join", join, METH_VARARGS, "join(planes, base, transform, item, out): inverse of split"},
+    {"split", split, METH_VARARGS, "split(new, base, transform, item, grouped, out): fill out with the planes"},
+    {"join", join, METH_VARARGS, "join(planes, base, transform, item, grouped, out): inverse of split"},
     {"thin", thin, METH_VARARGS, "thin(plane, map, values): where bytes are not zero, and these; how many"},
     {"fill", fill, METH_VARARGS, "fill(map, values, plane): inverse of thin; False if they do not fit"},
-    {"weigh", weigh, METH_VARARGS, "weigh(planes, item, weights): per plane, of the counts of its bytes"},
+    {"weigh", weigh, METH_VARARGS, "weigh(planes, rows, weights): per row, of the counts of its bytes"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -14,6 +14,7 @@ from .constants import (
     BLOCK_BYTES,
     DIFFERENCE_PLANES,
     ENCODING_OF,
+    GROUPING,
     ITEMS,
     NONE,
     PLAIN,
@@ -29,8 +30,9 @@ from .streams import STREAM, Cursor, Part, inflate, pack
 
 TABLE = struct.Struct("<I")
 """A payload of planes begins with the size of its table."""
-BLOCK = struct.Struct("<IBB")
-"""An entry of the table: bytes of a block, bytes of an item, transform. The entries of its planes follow."""
+BLOCK = struct.Struct("<IBBB")
+"""An entry of the table: bytes of a block, bytes of an item, transform, whether its items are grouped (0 or 1). The
+entries of its planes follow."""
 
 
 def encode_chunk(
@@ -52,11 +54,13 @@ def encode_chunk(
     encoding, table, parts = PLANES, b"", list[Part]()
     for start, end, item, kind in _blocks(segments):
         block = None if other is None else other[start:end]
-        transform, entries, stored = _encode_block(mine[start:end], block, item, kind)
-        table += BLOCK.pack(end - start, item, transform) + entries
+        transform, entry, stored = _encode_block(mine[start:end], block, item, kind)
+        table += entry
         parts += stored
         encoding = max(encoding, ENCODING_OF[transform])
-    if len(parts) == 1 and table == BLOCK.pack(len(new), 1, NONE) + STREAM.pack(STREAM_ZSTD, len(parts[0])):
+    if len(parts) == 1 and table == BLOCK.pack(len(new), 1, NONE, 0) + STREAM.pack(
+        STREAM_ZSTD, len(parts[0])
+    ):
         return ZSTD, parts
     parts.insert(0, TABLE.pack(len(table)) + table)
     if sum(map(len, parts)) >= len(new):
@@ -80,14 +84,14 @@ def _blocks(segments: Sequence[Segment]) -> Iterator[tuple[int, int, int, Kind]]
 
 
 def _encode_block(new: Bytes, base: Bytes | None, item: int, kind: Kind) -> tuple[int, bytes, list[Part]]:
-    """Transform, table entries of the planes, stored parts."""
-    transform, bits, zeros = probe(new, base, item, kind)
+    """Transform, table entries, stored parts."""
+    transform, bits, zeros, grouped = probe(new, base, item, kind)
     if transform != NONE and min(zeros) == 1 and (new == base).all():
-        return SAME, b"", []
+        return SAME, BLOCK.pack(new.size, item, SAME, 0), []
     # Whole numbers, and bytes, repeat in ways that the entropy of single bytes does not show.
     numbers = kind == "float" or transform != NONE
-    entries, parts = b"", list[Part]()
-    for index, plane in enumerate(split(new, base, transform, item)):
+    entries, parts = BLOCK.pack(new.size, item, transform, grouped), list[Part]()
+    for index, plane in enumerate(split(new, base, transform, item, grouped)):
         noise = numbers and bits[index] >= NOISE_BITS
         entry, stored = pack(plane, noise=noise, sparse=zeros[index] >= SPARSE_SHARE, text=not numbers)
         entries += entry
@@ -125,9 +129,11 @@ def decode_chunk(encoding: int, payload: memoryview, base: memoryview | None, ou
     mine = np.frombuffer(out, np.uint8)
     at, needed = 0, PLANES
     while not cursor.at_end:
-        nbytes, item, transform = cursor.entry(BLOCK)
-        if item not in ITEMS or transform > SAME or not 0 < nbytes <= len(out) - at or nbytes % item:
-            raise Damaged("no such block", found=f"{nbytes} bytes of {item}, transform {transform}")
+        nbytes, item, transform, grouped = cursor.entry(BLOCK)
+        possible = item in ITEMS and transform <= SAME and (grouped <= (transform in GROUPING))
+        if not possible or not 0 < nbytes <= len(out) - at or nbytes % item:
+            found = f"{nbytes} bytes of {item}, transform {transform}, groups {grouped}"
+            raise Damaged("no such block", found=found)
         if ENCODING_OF[transform] > encoding:
             raise Damaged("a transform of another encoding", found=transform, expected=f"one of {encoding}")
         needed = max(needed, ENCODING_OF[transform])
@@ -136,7 +142,7 @@ def decode_chunk(encoding: int, payload: memoryview, base: memoryview | None, ou
             np.copyto(mine[at : at + nbytes], block)
         else:
             planes = [cursor.plane(nbytes // item) for _ in range(item)]
-            join(planes, block, transform, item, mine[at : at + nbytes])
+            join(planes, block, transform, item, grouped == 1, mine[at : at + nbytes])
         at += nbytes
     cursor.finish()
     if at != len(out) or needed != encoding:

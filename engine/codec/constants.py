@@ -12,6 +12,9 @@ numbers; the base's very bytes."""
 ENCODING_OF = (PLANES, XOR_PLANES, DIFFERENCE_PLANES, DIFFERENCE_PLANES, XOR_PLANES)
 """By transform: the encoding that a chunk has at least."""
 
+GROUPING = (XOR, FLOAT_DIFFERENCE, INT_DIFFERENCE)
+"""Transforms whose items may be grouped by the base's exponents."""
+
 STREAM_PLAIN, STREAM_ZSTD, STREAM_EQUAL, STREAM_SPARSE = range(4)
 """How a plane, or the map and the values of a sparse one, is stored."""
 

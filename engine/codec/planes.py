@@ -5,6 +5,10 @@ their order: the bits of a float, as a whole number, go up with its magnitude, s
 around. What results is small where the numbers are close, and its sign goes into the lowest bit, so that small negative
 differences have empty high bytes too.
 
+*Grouped* items do not lie in their own order in the planes, but one group behind the other, by the exponent of the
+base's number: how far a weight moves, in steps of its last bit, goes with its size, so the bytes of a group are more
+alike.
+
 The loops are compiled (``_kernel.c``) where the install found a compiler; here they are in numpy too, with the same
 result.
 """
@@ -25,42 +29,44 @@ Bytes = Any
 """A one-dimensional numpy array of unsigned bytes; numpy is loaded when there is something to code."""
 
 
-def split(new: Bytes, base: Bytes | None, transform: int, item: int) -> Bytes:
+def split(new: Bytes, base: Bytes | None, transform: int, item: int, grouped: bool = False) -> Bytes:
     """``[item, n]`` planes of ``new`` (``n * item`` bytes) under ``transform``; ``base`` is as long, where one is
-    needed."""
+    needed. ``grouped``: see above; only where there is a transform."""
     import numpy as np
 
     if _kernel is not None:
         planes = np.empty((item, new.size // item), np.uint8)
-        _kernel.split(new, base, transform, item, planes)
+        _kernel.split(new, base, transform, item, grouped, planes)
         return planes
     words: Any = new.view(f"<i{item}")
     if transform != NONE:
         assert base is not None
         words = _forward(words, base.view(f"<i{item}"), transform, item)
+        if grouped:
+            words = words[_order(base, item)]
     planes = np.empty((item, words.size), np.uint8)
-    if item == 1:
-        planes[0] = words.view(np.uint8)
-        return planes
     words = words.view(f"<u{item}")
     for index in range(item):
         np.copyto(planes[index], words if index == 0 else words >> (8 * index), casting="unsafe")
     return planes
 
 
-def join(planes: list[Bytes | int], base: Bytes | None, transform: int, item: int, out: Bytes) -> None:
+def join(
+    planes: list[Bytes | int], base: Bytes | None, transform: int, item: int, grouped: bool, out: Bytes
+) -> None:
     """Inverse of :func:`split`, into ``out``. A plane whose bytes are all equal is given as that byte."""
-    import numpy as np
-
     if _kernel is not None:
-        _kernel.join(planes, base, transform, item, out)
+        _kernel.join(planes, base, transform, item, grouped, out)
         return
     columns = out.reshape(-1, item)
     for index, plane in enumerate(planes):
-        np.copyto(columns[:, index], np.uint8(plane) if isinstance(plane, int) else plane)
+        columns[:, index] = plane
     if transform != NONE:
         assert base is not None
-        _backward(out.view(f"<i{item}"), base.view(f"<i{item}"), transform, item)
+        words = out.view(f"<i{item}")
+        if grouped:
+            words[_order(base, item)] = words.copy()
+        _backward(words, base.view(f"<i{item}"), transform, item)
 
 
 def thin(plane: Bytes) -> tuple[Bytes, Bytes]:
@@ -90,18 +96,27 @@ def fill(map_: Bytes, values: Bytes, count: int) -> Bytes | None:
 
 
 def weigh(planes: Bytes, weights: Bytes) -> list[tuple[int, int, int]]:
-    """By plane of ``[item, n]``: the sum of ``weights[c]`` over the counts c of its bytes, how many different bytes
+    """By row of ``[rows, n]``: the sum of ``weights[c]`` over the counts c of its bytes, how many different bytes
     it has, and how many zeros. ``weights``: n + 1 whole numbers of 64 bits, of which the first is zero."""
     import numpy as np
 
-    item = len(planes)
+    rows = len(planes)
     if _kernel is not None:
-        found: list[tuple[int, int, int]] = _kernel.weigh(planes, item, weights)
+        found: list[tuple[int, int, int]] = _kernel.weigh(planes, rows, weights)
         return found
-    numbered = planes + (np.arange(item, dtype=np.uint16) << 8)[:, None]
-    counts = np.bincount(numbered.reshape(-1), minlength=item << 8).reshape(item, 256)
+    numbered = planes + (np.arange(rows, dtype=np.uint16) << 8)[:, None]
+    counts = np.bincount(numbered.reshape(-1), minlength=rows << 8).reshape(rows, 256)
     sums, values = weights[counts].sum(axis=1), np.count_nonzero(counts, axis=1)
     return list(zip(sums.tolist(), values.tolist(), counts[:, 0].tolist(), strict=True))
+
+
+def _order(base: Bytes, item: int) -> Any:
+    """``[n]``: which item comes first, second, ... of grouped ones. The low eight bits of the exponent are the key
+    (where it is shorter, with the next bits of the mantissa)."""
+    import numpy as np
+
+    keys = base.view(f"<u{item}") >> {1: 0, 2: 7, 4: 23, 8: 52}[item]
+    return np.argsort(keys.astype(np.uint8), kind="stable")
 
 
 def _forward(new: Any, base: Any, transform: int, item: int) -> Any:

@@ -22,7 +22,7 @@ GAIN = 1 / 32
 """What a frame has to save of a plane; else the plane is stored as it is, which is the fastest to read."""
 
 _NUMBERS = {
-    "window_log": 17,
+    "window_log": 16,
     "hash_log": 6,
     "chain_log": 6,
     "search_log": 1,

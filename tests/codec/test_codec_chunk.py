@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from everstep.codec.chunk import decode_chunk, encode_chunk
+from everstep.codec import probe
+from everstep.codec.chunk import BLOCK, TABLE, decode_chunk, encode_chunk
 from everstep.codec.constants import (
     BLOCK_BYTES,
     DIFFERENCE_PLANES,
@@ -196,10 +197,17 @@ def test_changed_rows_of_a_table_cost_little_more_than_themselves() -> None:
 
 
 def test_bfloat16_that_hardly_moved() -> None:
+    """A step of an optimizer is as large for small weights as for large ones."""
     values = weights(11, 1 << 18)
-    moved = values * (1 + weights(12, values.size, scale=2e-4))
+    moved = values + weights(12, values.size, scale=1e-5)
     _, payload = through(bfloat(moved), bfloat(values), [Segment(values.size * 2, 2, "float")])
-    assert len(payload) < 0.2 * values.size * 2
+    assert len(payload) < 0.125 * values.size * 2
+    kept, probe.GROUP_GAIN = probe.GROUP_GAIN, 1.0
+    try:
+        _, ungrouped = through(bfloat(moved), bfloat(values), [Segment(values.size * 2, 2, "float")])
+    finally:
+        probe.GROUP_GAIN = kept
+    assert len(payload) < 0.9 * len(ungrouped)
 
 
 # ---------------------------------------------------------------------------------------------- what is refused
@@ -211,11 +219,17 @@ def samples() -> dict[str, tuple[int, bytes, bytes, bytes]]:
     base = values.tobytes()
     sparse = values.copy()
     sparse[::9] *= np.float32(1.01)
+    halves = weights(15, 1100)
     chunks = {
         "text": (b"to be or not to be, " * 140, base, [Segment(2800, 1, "bytes")]),
         "planes": (base, noise(1, 2800), [Segment(2800, 4, "float")]),
         "near": ((values * np.float32(1.0002)).tobytes(), base, [Segment(2800, 4, "float")]),
         "sparse": (sparse.tobytes(), base, [Segment(2800, 4, "float")]),
+        "grouped": (
+            bfloat(halves + weights(16, 1100, scale=1e-4)),
+            bfloat(halves),
+            [Segment(2200, 2, "float")],
+        ),
         "flipped": ((values.view(np.uint32) ^ 0x10101).tobytes(), base, [Segment(2800, 4, "float")]),
         "mixed": (
             base[:1400] + (values[350:] * np.float32(1.0002)).tobytes(),
@@ -241,6 +255,8 @@ def attempt(encoding: int, payload: bytes, base: bytes, nbytes: int) -> bytes | 
 def test_the_samples_are_of_every_encoding() -> None:
     found = {name: sample[0] for name, sample in samples().items()}
     assert set(found.values()) == {ZSTD, PLANES, XOR_PLANES, DIFFERENCE_PLANES}, found
+    *_, grouped = BLOCK.unpack_from(samples()["grouped"][1], TABLE.size)
+    assert grouped == 1
 
 
 def test_every_truncation_and_growth_is_found() -> None:
@@ -313,6 +329,9 @@ def test_a_transform_that_its_encoding_does_not_announce_is_refused() -> None:
     assert encoding == DIFFERENCE_PLANES
     assert attempt(PLANES, payload, base, len(new)) is None
     assert attempt(XOR_PLANES, payload, base, len(new)) is None
+    encoding, payload, base, new = samples()["planes"]
+    assert encoding == PLANES
+    assert attempt(DIFFERENCE_PLANES, payload, base, len(new)) is None
 
 
 def test_wrong_calls_are_told_as_such() -> None:

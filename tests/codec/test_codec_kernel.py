@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,19 +42,24 @@ def both(monkeypatch: pytest.MonkeyPatch, call: object) -> tuple[object, object]
 @pytest.mark.parametrize("transform", [NONE, XOR, FLOAT_DIFFERENCE, INT_DIFFERENCE])
 def test_splitting_and_joining(monkeypatch: pytest.MonkeyPatch, item: int, transform: int) -> None:
     rng = np.random.default_rng(item)
-    for count in COUNTS:
+    for count, grouped in itertools.product(COUNTS, (False, True)[: 1 + (transform != NONE)]):
         new, base = rng.integers(0, 256, (2, count * item), np.uint8)
         base[: count // 2] = new[: count // 2]
-        fast, plain = both(monkeypatch, lambda new=new, base=base: planes.split(new, base, transform, item))
+        fast, plain = both(
+            monkeypatch,
+            lambda new=new, base=base, grouped=grouped: planes.split(new, base, transform, item, grouped),
+        )
         np.testing.assert_array_equal(fast, plain)
         parts = [*np.asarray(plain)]
         for equal in (False, True):
             if equal:
                 parts[-1] = 0x81
 
-            def joined(parts: list[object] = parts, base: object = base, size: int = new.size) -> object:
+            def joined(
+                parts: Any = parts, base: Any = base, size: int = new.size, grouped: bool = grouped
+            ) -> Any:
                 out = np.empty(size, np.uint8)
-                planes.join(parts, base, transform, item, out)
+                planes.join(parts, base, transform, item, grouped, out)
                 return out
 
             fast, plain = both(monkeypatch, joined)
@@ -113,22 +120,23 @@ def test_the_kernel_looks_at_sizes_itself() -> None:
     bytes_ = np.zeros(16, np.uint8)
     room = np.zeros(15, np.uint8)
     wrong = [
-        lambda: KERNEL.split(bytes_, None, XOR, 4, bytes_.copy()),
-        lambda: KERNEL.split(bytes_, room, XOR, 4, bytes_.copy()),
-        lambda: KERNEL.split(bytes_, None, NONE, 4, room),
-        lambda: KERNEL.split(bytes_, None, NONE, 3, bytes_.copy()),
-        lambda: KERNEL.split(bytes_, bytes_, 4, 4, bytes_.copy()),
-        lambda: KERNEL.split(bytes_, bytes_, -1, 4, bytes_.copy()),
-        lambda: KERNEL.split(room, None, NONE, 4, room.copy()),
-        lambda: KERNEL.join([bytes_], None, NONE, 2, bytes_.copy()),
-        lambda: KERNEL.join([room, room], None, NONE, 2, bytes_.copy()),
-        lambda: KERNEL.join([0, 256], None, NONE, 2, bytes_.copy()),
-        lambda: KERNEL.join([bytes_], None, XOR, 1, bytes_.copy()),
+        lambda: KERNEL.split(bytes_, None, XOR, 4, False, bytes_.copy()),
+        lambda: KERNEL.split(bytes_, room, XOR, 4, False, bytes_.copy()),
+        lambda: KERNEL.split(bytes_, None, NONE, 4, False, room),
+        lambda: KERNEL.split(bytes_, None, NONE, 3, False, bytes_.copy()),
+        lambda: KERNEL.split(bytes_, bytes_, 4, 4, False, bytes_.copy()),
+        lambda: KERNEL.split(bytes_, bytes_, -1, 4, False, bytes_.copy()),
+        lambda: KERNEL.split(room, None, NONE, 4, False, room.copy()),
+        lambda: KERNEL.split(bytes_, None, NONE, 4, True, bytes_.copy()),
+        lambda: KERNEL.join([bytes_], None, NONE, 2, False, bytes_.copy()),
+        lambda: KERNEL.join([room, room], None, NONE, 2, False, bytes_.copy()),
+        lambda: KERNEL.join([0, 256], None, NONE, 2, False, bytes_.copy()),
+        lambda: KERNEL.join([bytes_], None, XOR, 1, False, bytes_.copy()),
         lambda: KERNEL.thin(bytes_, room[:1], bytes_.copy()),
         lambda: KERNEL.thin(bytes_, room[:2], room.copy()),
         lambda: KERNEL.weigh(bytes_, 2, np.zeros(8, np.int64)),
-        lambda: KERNEL.weigh(bytes_, 3, np.zeros(99, np.int64)),
-        lambda: KERNEL.split(bytes_[::2], None, NONE, 1, room[:8]),
+        lambda: KERNEL.weigh(bytes_, False, np.zeros(99, np.int64)),
+        lambda: KERNEL.split(bytes_[::2], None, NONE, 1, False, room[:8]),
     ]
     for call in wrong:
         with pytest.raises(ValueError):
