@@ -7,6 +7,7 @@ meanwhile is no damage.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
@@ -30,6 +31,7 @@ from .catalog import (
 )
 from .findings import Finding, Kind, Severity
 from .fsck_images import Extent, Images
+from .pins import list_pins
 from .runs import incarnation_numbers, open_run, read_incarnation
 from .sources import DurableSource
 from .votes import read_gather
@@ -135,6 +137,9 @@ async def check(
         yield finding
     async for finding in _rest(run, checkpoints, step):
         yield finding
+    if step is None:
+        async for finding in _pins(run):
+            yield finding
 
 
 def _fill(seen: Seen, run: _Run, images: Images) -> None:
@@ -404,6 +409,24 @@ def _open_attempt(run: _Run, found: StepNames, attempt: int, complete: bool) -> 
     else:
         message, severity = f"attempt {attempt} was never finished", Severity.WARNING
     return Finding(severity, Kind.LEFTOVER, name, found.step, found.incarnation, message)
+
+
+async def _pins(run: _Run) -> AsyncIterator[Finding]:
+    """Pins that hold nothing any more: rotation removes the expired ones."""
+    try:
+        pins = await list_pins(run.backend)
+    except CannotTell as error:
+        yield _cannot_tell(error, names.PINS)
+        return
+    for held in pins:
+        name, key = names.pin(held.id), held.key
+        if held.expired(time.time()):
+            why = "the pin has expired"
+        elif key not in run.standing:
+            why = f"it pins step {key[1]} of incarnation {key[0]}, which does not count"
+        else:
+            continue
+        yield Finding(Severity.INFO, Kind.PIN, name, key[1], key[0], why)
 
 
 async def _rest(run: _Run, checkpoints: list[_Checkpoint], step: int | None) -> AsyncIterator[Finding]:

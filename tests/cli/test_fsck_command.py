@@ -143,3 +143,12 @@ def test_wrong_amounts(made_run: Path, args: list[str]) -> None:
 def test_a_rate_is_kept_to(made_run: Path) -> None:
     said = everstep("fsck", made_run, "--rate", "100MiB", "--json")
     assert said.code == 0
+
+
+def test_pins_that_hold_nothing_are_told(run: Path) -> None:
+    assert everstep("pin", run, "1", "--reason", "kept").code == 0
+    assert everstep("fsck", run, "--json").json["findings"] == []
+    manifest = run / names.decision(1, 1, 1)
+    manifest.rename(run / "aside.json")
+    found = [f for f in everstep("fsck", run, "--json").json["findings"] if f["kind"] == "pin"]
+    assert [(f["severity"], f["step"]) for f in found] == [("info", 1)]
