@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import platform
 import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Literal
 
 from .agent.client import AgentClient, Progress
@@ -16,6 +14,7 @@ from .agent.values import AgentSettings, Hello, storage_environment
 from .auditing import Auditor
 from .config import plain_metrics
 from .decisions import Decisions
+from .describing import describe
 from .errors import (
     AgentError,
     BadOption,
@@ -36,7 +35,9 @@ from .memory.slots import Pinned
 from .memorytier import Key, MemoryTier
 from .outcomes import FINISHED, Outcomes
 from .places import Place
+from .plan.chains import DELTA, FULL, Chains
 from .plan.retention import Retention
+from .plan.schedule import Decision
 from .policy import Policy
 from .ranks import Ranks
 from .snapshot.copier import Plan
@@ -44,7 +45,6 @@ from .snapshot.device import DeviceSlot
 from .snapshots import Snapshots, Taken
 from .state.trainstate import TrainState
 from .state.tree import FlatState
-from .store.flush import write_meta
 
 log = logging.getLogger("everstep")
 
@@ -73,9 +73,10 @@ class Session:
         nodes: Sequence[str],
         holders: Sequence[Sequence[int]],
         device: DeviceSlot | None = None,
+        chains: Chains | None = None,
     ) -> None:
         """``nodes`` of all ranks, and by node those that keep its snapshots (:class:`~.plan.owners.Owners`).
-        ``device``: room for a snapshot beside the tensors."""
+        ``device``: room for a snapshot beside the tensors. ``chains``: of the checkpoints that are durable already."""
         self._memory = memory
         self._ranks = ranks
         self._policy = policy
@@ -92,7 +93,13 @@ class Session:
         self._shared = [tier.name for tier in place.shares]
         shares, room = place.shares, self._unfinished_max
         self._decisions = Decisions(
-            ranks, policy, start=start, unfinished_max=room, incarnation=record.number, tiers=shares
+            ranks,
+            policy,
+            start=start,
+            unfinished_max=room,
+            incarnation=record.number,
+            tiers=shares,
+            chains=chains,
         )
         self._snapshots = Snapshots(
             tier,
@@ -106,6 +113,8 @@ class Session:
         self._auditor = Auditor(ranks.rank, ranks.world, policy, max(map(len, holders), default=0))
         self._pending: Taken | None = None
         self._pending_tiers: list[str] = []
+        self._deltas: dict[int, Decision] = {}
+        """By step, those that were asked for as deltas."""
         self._pins: dict[int, Pinned] = {}
         """Slots whose flush was asked for: the agent pins a slot only when it comes to the request, and a new one
         has to find what a killed one was writing."""
@@ -152,18 +161,16 @@ class Session:
         self._heartbeat.called()
         self.hear(alone=self._ranks.world == 1)
         self._check_order(step, again=False)
-        decision = self._decisions.of(
-            step, lambda: len(self.outcomes.holding()), trouble=self.outcomes.trouble
-        )
+        decision = self._decisions.of(step, self.outcomes.load, trouble=self.outcomes.trouble)
         if decision.trouble:
             self._decisions.told(step)
             self.outcomes.escalate(decision.trouble, decision.fatal)
         if decision.supersede or decision.wait:
-            self._make_way(step, give_up=decision.supersede)
+            self._make_way(decision)
         if decision.flush or (decision.snapshot and self._memory):
             self._snapshot(step, state, metrics, late=True, flush=decision.flush)
         self._passed(step)
-        return self._flush(step, decision.tiers) if decision.flush else None
+        return self._flush(step, decision.tiers, decision) if decision.flush else None
 
     def save(self, step: int, state: TrainState, metrics: Mapping[str, Any] | None) -> SaveHandle:
         """A full checkpoint of ``step``, whatever the schedule says; of the snapshot that is there, if it is of
@@ -348,12 +355,13 @@ class Session:
         self._heartbeat.stepped(step)
         self._decisions.passed(step)
 
-    def _make_way(self, step: int, *, give_up: bool) -> None:
+    def _make_way(self, decision: Decision) -> None:
         """Before a flush for which there is no room: wait until there is, or give up the oldest unfinished one."""
         self._settle()
-        holding = self.outcomes.holding()
-        if give_up and holding:
-            self._client.give_up(holding[0], f"superseded by the flush of step {step}")
+        give_up = decision.supersede
+        oldest = self.outcomes.to_give_up(delta=decision.kind == DELTA)
+        if give_up and oldest is not None:
+            self._client.give_up(oldest, f"superseded by the flush of step {decision.step}")
         while not give_up and len(holding := self.outcomes.holding()) >= self._unfinished_max:
             self.outcomes.wait_for_room(holding[0], self._policy.close_timeout_s, self._look)
 
@@ -393,14 +401,18 @@ class Session:
         self._tell_taken()
         self._tier.drop_outgrown()
 
-    def _flush(self, step: int, tiers: Collection[str]) -> SaveHandle:
-        """``tiers``: names of those that it is to reach; more may be asked for later."""
+    def _flush(self, step: int, tiers: Collection[str], decision: Decision | None = None) -> SaveHandle:
+        """``tiers``: names of those that it is to reach; more may be asked for later. In full, unless ``decision`` says
+        otherwise."""
         newest = self._snapshots.newest
         assert newest is not None and newest.step == step, "only the newest snapshot is flushed"
         urls = [self._urls[name] for name in tiers]
         known = self.outcomes.asked(step)
         if not known:
-            self.outcomes.expect(step, self._client.next_attempt(step), urls)
+            delta = decision is not None and decision.kind == DELTA
+            self.outcomes.expect(step, self._client.next_attempt(step), urls, delta=delta)
+            if decision is not None and delta:
+                self._deltas[step] = decision
         if not known or self.outcomes.owe(step, urls):
             self._pending, self._pending_tiers = newest, list(tiers)
             self._send_pending()
@@ -415,19 +427,23 @@ class Session:
             return
         if taken.moved:
             self._pending = None
+            self._deltas.pop(taken.step, None)
             self._client.give_up(
                 taken.step, f"rank {self._ranks.rank}: changed while it was copied: {taken.moved}"
             )
         elif taken.whole:
             self._pending = None
             self._pins[taken.step] = self._tier.arena.pin(taken.slot, taken.generation, purpose=Purpose.FLUSH)
+            delta = self._deltas.pop(taken.step, None)
             with self._bearing_its_loss():
                 self._client.flush(
                     taken.step,
                     slot=taken.slot,
                     generation=taken.generation,
-                    kind="full",
+                    kind=DELTA if delta is not None else FULL,
                     tiers=self._pending_tiers,
+                    base=delta.base if delta is not None else None,
+                    merge=delta is not None and delta.merge,
                 )
 
     def _tell_taken(self) -> None:
@@ -500,6 +516,7 @@ class Session:
     def _note(self, progress: Progress) -> None:
         if progress.stage != "equal" or self._ranks.rank == 0:
             self.outcomes.note(progress)
+        self._decisions.heard(progress)
         if progress.incarnation == self._record.number:
             self._auditor.note(progress)
         if progress.stage == "failed":
@@ -546,6 +563,7 @@ def agent_settings(place: Place, policy: Policy, run_id: str, chunk_bytes: int) 
         heartbeat_timeout_s=policy.heartbeat_timeout_s or 4 * policy.heartbeat_s,
         commit_timeout_s=policy.commit_timeout_s,
         chunk_bytes=chunk_bytes,
+        compress=policy.compress,
         options=place.options,
         environment=storage_environment(place.url, *[tier.url for tier in place.tiers]),
         tiers=place.tiers,
@@ -557,44 +575,3 @@ def adopted_of(record: IncarnationRecord) -> Key | None:
     if record.adopted_incarnation is None or record.adopted_step is None:
         return None
     return record.adopted_incarnation, record.adopted_step
-
-
-def describe(
-    state: TrainState,
-    record: IncarnationRecord,
-    rank: int,
-    metrics: dict[str, Any],
-    compared: Mapping[str, Any] = MappingProxyType({}),
-) -> bytes:
-    """A snapshot's meta region: what the manifest gathers from the rank. ``compared``: what its vote says of equality
-    (see :mod:`.auditing`)."""
-    meta: dict[str, Any] = {
-        "mesh": record.mesh,
-        "coordinates": _coordinates(record.mesh, rank),
-        "parts": {},
-        "data": None,
-        "rng": [],
-        "metrics": metrics,
-        "config_hash": record.config_hash,
-        "libraries": _libraries(),
-        "facts": {},
-    }
-    meta.update(state.describe())
-    meta.update(compared)
-    return write_meta(meta)
-
-
-def _coordinates(mesh: dict[str, int], rank: int) -> dict[str, int]:
-    """The rank's place in a row-major mesh."""
-    found: dict[str, int] = {}
-    for name, size in reversed(mesh.items()):
-        rank, found[name] = divmod(rank, size)
-    return dict(reversed(found.items()))
-
-
-def _libraries() -> dict[str, str]:
-    import torch
-
-    from . import __version__
-
-    return {"everstep": __version__, "torch": str(torch.__version__), "python": platform.python_version()}

@@ -134,11 +134,19 @@ class AgentClient:
     # -- flushes
 
     def flush(
-        self, step: int, *, slot: int, generation: int, kind: str = "full", tiers: Sequence[str] = ()
+        self,
+        step: int,
+        *,
+        slot: int,
+        generation: int,
+        kind: str = "full",
+        tiers: Sequence[str] = (),
+        base: tuple[int, int] | None = None,
+        merge: bool = False,
     ) -> None:
         """Ask for the snapshot in ``slot`` to be made durable as ``step``, and then on ``tiers``, by name. Asking again
-        before there is a verdict adds tiers, and does nothing else; after a failure it opens the next attempt. Does
-        not wait."""
+        before there is a verdict adds tiers, and does nothing else; after a failure it opens the next attempt. A delta
+        stands on ``base``; ``merge``: it is to be made a full then. Does not wait."""
         self._check_process()
         if step in self._wanted:
             self._pump()
@@ -148,7 +156,7 @@ class AgentClient:
         attempt = self.next_attempt(step)
         _remember(self._attempts, step, attempt)
         self._verdicts.pop(step, None)
-        request = FlushRequest(step, slot, generation, kind, attempt, list(tiers))
+        request = FlushRequest(step, slot, generation, kind, attempt, list(tiers), base, merge)
         self._wanted[step] = _Wanted(request, time.monotonic())
         self._pump()  # only now: another rank may have had this very attempt given up already
         if step not in self._wanted:

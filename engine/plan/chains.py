@@ -1,4 +1,4 @@
-"""Which durable checkpoints stand on which: the base of the next delta, and when a delta is to be merged into a full."""
+"""Which durable checkpoints stand on which: the base of the next delta, and which delta is to be made a full."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from ..errors import Damaged
+from ..format.manifest import Manifest
 
 Key = tuple[int, int]
 """A checkpoint: (incarnation, step)."""
@@ -67,10 +68,14 @@ class Chains:
         else:
             # Of a base that nobody knows it cannot be told how much is below.
             below = self._known.get(base, _Place(self._max, base))
-            self._known[key] = _Place(below.depth + 1, below.full)
+            self._known.setdefault(key, _Place(below.depth + 1, below.full))
         for old in sorted(self._known, key=_age)[:-KNOWN_MAX]:
             del self._known[old]
         self._asked = {full: count for full, count in self._asked.items() if full in self._known}
+
+    def knows(self, key: Key) -> bool:
+        """Whether it was told of that checkpoint."""
+        return key in self._known
 
     def lost(self, step: int) -> None:
         """The flush of ``step``, or its merging, came to nothing: if it was to be merged, another one is."""
@@ -111,6 +116,14 @@ class Chains:
             while len(self._merging) > KNOWN_MAX:
                 del self._merging[next(iter(self._merging))]
         return Delta(base, merge)
+
+
+def parent_of(manifest: Manifest) -> Key | None:
+    """The checkpoint that it stands on; None of a full."""
+    parent = manifest.parent
+    if manifest.kind != DELTA or parent is None:
+        return None
+    return int(parent["incarnation"]), int(parent["step"])
 
 
 def chain_of(key: Key, parents: Mapping[Key, Key | None]) -> list[Key]:

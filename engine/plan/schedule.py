@@ -82,7 +82,7 @@ def merge(decisions: Iterable[Decision]) -> Decision | None:
     for d in decisions:
         if merged is not None:
             newest = d if d.flush else merged
-            delta = all([one.kind == DELTA for one in (merged, d) if one.flush]) and newest.flush
+            delta = all(one.kind == DELTA for one in (merged, d) if one.flush) and newest.flush
             d = Decision(
                 d.step,
                 merged.snapshot or d.snapshot,
@@ -178,8 +178,8 @@ class Schedule:
     it, or it ``supersede``s the oldest one. The last is never done twice without a finished flush between, or
     no flush might ever finish: such a flush is skipped. A delta supersedes no full: it is skipped, too.
 
-    With ``delta_every`` some flushes are deltas, on what ``chains`` gives as their base; a full where none is to be had,
-    or where both are due. A full that was skipped takes the place of the next delta.
+    With ``delta_every`` some flushes are deltas, on what ``chains`` gives as their base; a full where none is to be
+    had, or where both are due. A full that was skipped takes the place of the next delta.
     """
 
     def __init__(
@@ -229,8 +229,9 @@ class Schedule:
         """Decide all steps up to ``through`` (the current step and ``lookahead``) that are not decided yet.
 
         ``now``: seconds of a clock that never goes back. ``unfinished``: flushes decided so far that are
-        neither durable nor given up, and ``deltas`` how many of them are deltas. Steps below ``through - lookahead`` cannot come any more and get no
-        decision; what was due at them is due at the first one after. At most ``lookahead + 1`` decisions.
+        neither durable nor given up, and ``deltas`` how many of them are deltas. Steps below
+        ``through - lookahead`` cannot come any more and get no decision; what was due at them is due at the first one
+        after. At most ``lookahead + 1`` decisions.
         """
         if unfinished < unfinished_max:
             self._superseded = False
@@ -265,9 +266,7 @@ class Schedule:
         found = self._chains.delta(step) if self._chains is not None and not full else None
         if found is not None:
             kind, base, to_merge = DELTA, found.base, found.merge
-            return Decision(
-                step, True, True, wait, supersede, tiers, kind=kind, base=base, merge=to_merge
-            )
+            return Decision(step, True, True, wait, supersede, tiers, kind=kind, base=base, merge=to_merge)
         self._full_owed = False
         self._full.restart(step, now)
         self._delta.restart(step, now)

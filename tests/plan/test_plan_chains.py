@@ -43,7 +43,15 @@ def test_the_first_flush_is_a_full_and_a_full_wins_where_both_are_due() -> None:
     known = chains(max_chain=16)
     schedule = Schedule(1, 20, 0, delta_every=5, chains=known)
     found = train(schedule, known, range(1, 31))
-    assert kinds(found) == [(1, FULL), (5, DELTA), (10, DELTA), (15, DELTA), (20, FULL), (25, DELTA), (30, DELTA)]
+    assert kinds(found) == [
+        (1, FULL),
+        (5, DELTA),
+        (10, DELTA),
+        (15, DELTA),
+        (20, FULL),
+        (25, DELTA),
+        (30, DELTA),
+    ]
     assert [d.base for d in found] == [None, (1, 1), (1, 1), (1, 1), None, (1, 20), (1, 20)]
 
 
