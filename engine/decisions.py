@@ -170,6 +170,6 @@ def _to_wire(decision: Decision) -> list[Any]:
 
 
 def _from_wire(item: list[Any]) -> Decision:
-    step, snapshot, flush, wait, supersede, tiers, *rest, base, to_merge = item
-    below = None if base is None else (base[0], base[1])
-    return Decision(step, snapshot, flush, wait, supersede, tuple(tiers), *rest, below, to_merge)
+    step, snapshot, flush, wait, supersede, tiers, trouble, fatal, kind, base, to_merge = item
+    plain = step, snapshot, flush, wait, supersede, tuple(tiers), trouble, fatal
+    return Decision(*plain, kind, None if base is None else tuple(base), to_merge)

@@ -423,8 +423,10 @@ class Service:
         if progress.stage == "committed":
             self.beacons.committed(progress.incarnation, progress.step)
         if progress.stage != "queued" and self._events is not None:
-            facts = {k: v for k, v in vars(progress).items() if k not in ("stage", "tier") and v is not None}
-            self._events.append(progress.stage, **facts)
+            own = ("stage", "tier", "kind")
+            facts = {k: v for k, v in vars(progress).items() if k not in own and v is not None}
+            told = {"checkpoint": progress.kind} if progress.kind else {}
+            self._events.append(progress.stage, **facts, **told)
             self.keep(self._write_events())
 
     def rotate(self, incarnation: int) -> None:
