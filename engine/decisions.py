@@ -82,14 +82,16 @@ class Decisions:
     def of(
         self,
         step: int,
-        unfinished: Callable[[], tuple[int, int]],
+        unfinished: Callable[[], int],
         trouble: Callable[[int], Trouble] = lambda step: ("", False),
+        *,
+        deltas: Callable[[], int] = lambda: 0,
     ) -> Decision:
         """The decision on ``step``. Rank 0 decides it and the next ones; others wait for it, bounded.
-        ``unfinished``: how many flushes are, and how many of these are deltas. ``trouble`` is rank 0's, and told by all
-        ranks at the same step."""
+        ``unfinished``: how many flushes are, and ``deltas`` how many of these are. ``trouble`` is rank 0's, and told by
+        all ranks at the same step."""
         if self._schedule is not None:
-            self._extend(self._schedule, step, *unfinished(), trouble)
+            self._extend(self._schedule, step, unfinished(), deltas(), trouble)
         elif step > self._through:
             self._follow(step)
         asked = merge(d for d in self._decided if self._last < d.step <= step)

@@ -87,10 +87,9 @@ class Outcomes:
         """Those unfinished ones that still need their slots."""
         return [step for step in self.unfinished() if not self._is_staged(step)]
 
-    def load(self) -> tuple[int, int]:
-        """How many unfinished ones still need their slots, and how many of these are deltas."""
-        holding = self.holding()
-        return len(holding), len(self._deltas.intersection(holding))
+    def holding_deltas(self) -> int:
+        """How many of those are deltas."""
+        return len(self._deltas.intersection(self.holding()))
 
     def to_give_up(self, *, delta: bool) -> int | None:
         """Which unfinished flush makes way for a new one: the oldest delta, or, but not for a ``delta``, the oldest."""

@@ -161,7 +161,12 @@ class Session:
         self._heartbeat.called()
         self.hear(alone=self._ranks.world == 1)
         self._check_order(step, again=False)
-        decision = self._decisions.of(step, self.outcomes.load, trouble=self.outcomes.trouble)
+        decision = self._decisions.of(
+            step,
+            lambda: len(self.outcomes.holding()),
+            trouble=self.outcomes.trouble,
+            deltas=self.outcomes.holding_deltas,
+        )
         if decision.trouble:
             self._decisions.told(step)
             self.outcomes.escalate(decision.trouble, decision.fatal)
