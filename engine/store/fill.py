@@ -23,7 +23,8 @@ from everstep.memory.errors import ArenaGone, SlotGone
 from everstep.plan.reads import Range, Read, chunk_ranges, clip
 
 from .asking import each
-from .sources import Scattering, Source, bad_chunks, changed_chunk, check_record
+from .proving import bad_chunks, changed_chunk, check_record
+from .sources import Scattering, Source
 
 PARALLEL = 8
 """Pieces in flight, more than a backend reads at once: while some are hashed and copied, others are

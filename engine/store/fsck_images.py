@@ -19,7 +19,8 @@ from everstep.plan.coverage import check_coverage
 
 from .asking import each
 from .catalog import read_layout
-from .sources import DurableSource, bad_chunks, changed_chunk, check_record
+from .proving import bad_chunks, changed_chunk, check_record
+from .sources import DurableSource
 
 IMAGES_PARALLEL = 4
 """Images read side by side; with ``PIECE_BYTES`` this bounds the memory."""

@@ -32,8 +32,9 @@ from everstep.format.vote import ImageRecord
 from .asking import each, reading, writing
 from .catalog import list_step, read_decision, read_decision_at, read_numbered
 from .commit import abort_attempt
+from .proving import bad_chunks, changed_chunk, check_record
 from .runs import incarnation_numbers, open_run, read_incarnations
-from .sources import DurableSource, bad_chunks, changed_chunk, check_record
+from .sources import DurableSource
 
 PIECE_BYTES = 8 << 20
 """One read, one hash and one write; at least a chunk."""

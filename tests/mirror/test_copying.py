@@ -184,9 +184,9 @@ class Gated(kit.Wrapper):
         super().__init__(inner)
         self.gate = gate
 
-    async def open_writer(self, name: str, nbytes: int, notes: Any = None) -> Any:
+    async def open_writer(self, name: str, nbytes: int, notes: Any = None, **more: Any) -> Any:
         await self.gate.wait()
-        return await self.inner.open_writer(name, nbytes, notes)
+        return await self.inner.open_writer(name, nbytes, notes, **more)
 
     async def create(self, name: str, data: bytes) -> None:
         await self.gate.wait()
