@@ -9,7 +9,7 @@ from .backends.api import Backend
 from .errors import CannotTell, Damaged, UnknownFormat
 from .format.manifest import Manifest
 from .format.records import IncarnationRecord
-from .plan.chains import DELTA, KNOWN_MAX, Chains, Key, parent_of
+from .plan.chains import DELTA, KNOWN_MAX, Chains, Key
 from .plan.lineage import Lineage
 from .policy import Policy
 from .store.asking import each
@@ -48,7 +48,7 @@ async def _durable(backend: Backend, world: int) -> dict[Key, Key | None]:
 
     newest = sorted(counted, key=lambda found: found.place)[-KNOWN_MAX:]
     manifests = [one for one in await each(newest, read) if one is not None]
-    return {(one.incarnation, one.step): parent_of(one) for one in manifests}
+    return {(one.incarnation, one.step): one.parent_key for one in manifests}
 
 
 def take_in(chains: Chains, progress: Progress, incarnation: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -81,12 +81,14 @@ class MirrorEntry:
     step: int
     attempt: int
     ranks: tuple[int, ...]
+    base: tuple[int, int] | None = None
+    """(incarnation, step) that a delta stands on."""
 
     @property
     def key(self) -> bytes:
         return _KEY.pack(self.incarnation, self.step, 0) + hexdigest(self.tier.encode()).encode()
 
-    def joined(self, ranks: Sequence[int]) -> MirrorEntry:
+    def joined(self, ranks: Iterable[int]) -> MirrorEntry:
         """The same mirror, with ``ranks`` seen to as well."""
         return replace(self, ranks=tuple(sorted({*self.ranks, *ranks})))
 
@@ -98,11 +100,13 @@ class MirrorEntry:
 
 @dataclass(frozen=True)
 class MergeEntry:
-    """A delta checkpoint that is to be made a full; this node sees to ``ranks``. Then it goes to ``tiers`` as one."""
+    """A delta checkpoint that is to be made a full, by ``attempt``; this node sees to ``ranks``. Then it goes to
+    ``tiers`` as one."""
 
     run_id: str
     incarnation: int
     step: int
+    attempt: int
     world: int
     ranks: tuple[int, ...]
     tiers: tuple[str, ...]
@@ -111,8 +115,13 @@ class MergeEntry:
     def key(self) -> bytes:
         return _KEY.pack(self.incarnation, self.step, 0)
 
+    @property
+    def uploads(self) -> bytes:
+        """How the keys of the notes on its uploads begin: as if it were a tier with a name that none has."""
+        return self.key + hexdigest(b"\0merge").encode()
 
-Uploading = JobEntry | MirrorEntry
+
+Uploading = JobEntry | MirrorEntry | MergeEntry
 """What uploads belong to; their notes go with it."""
 
 
@@ -316,6 +325,7 @@ class LmdbJournal:
         """It is over; what is ``owed`` from now on is remembered with that."""
         with self._env.begin(write=True, db=self._merges) as txn:
             txn.delete(entry.key)
+            self._drop_uploads(txn, entry)
             self._put_owed(txn, owed)
 
     def _drop_uploads(self, txn: Any, entry: Uploading) -> None:

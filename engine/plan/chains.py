@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from ..errors import Damaged
-from ..format.manifest import Manifest
 
 Key = tuple[int, int]
 """A checkpoint: (incarnation, step)."""
@@ -116,14 +115,6 @@ class Chains:
             while len(self._merging) > KNOWN_MAX:
                 del self._merging[next(iter(self._merging))]
         return Delta(base, merge)
-
-
-def parent_of(manifest: Manifest) -> Key | None:
-    """The checkpoint that it stands on; None of a full."""
-    parent = manifest.parent
-    if manifest.kind != DELTA or parent is None:
-        return None
-    return int(parent["incarnation"]), int(parent["step"])
 
 
 def chain_of(key: Key, parents: Mapping[Key, Key | None]) -> list[Key]:
