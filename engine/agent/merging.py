@@ -258,10 +258,11 @@ class Merges:
     async def _give_up(self, entry: MergeEntry, began: float, error: EverstepError) -> None:
         """For all nodes, unless it is a full already."""
         place = entry.step, entry.incarnation, entry.attempt
-        decision: Manifest | Abort = Abort(*place, f"{GIVEN_UP}{error}")
+        reason = f"{GIVEN_UP}{error}"
+        decision: Manifest | Abort = Abort(*place, reason)
         try:
             if not isinstance(error, Pruned):
-                decision = await abort_attempt(self._backend, *place, reason=decision.reason)
+                decision = await abort_attempt(self._backend, *place, reason=reason)
         except (BackendError, EverstepError) as second:
             log.warning("step %d: the abort record could not be written: %s", entry.step, second)
         if isinstance(decision, Abort) and isinstance(error, StorageFull):

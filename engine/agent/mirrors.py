@@ -2,9 +2,10 @@
 
 Each tier has a *line* of its own: what is owed to it, in the order of commits. A line sees one checkpoint through at a
 time: this node's ranks, then, once all ranks' votes are there, the manifest; it tries as long as it takes. When more
-than ``WAITING_MAX`` wait behind it, the oldest of these is dropped, a delta before a full, by an abort record at the tier
-where the tier can hold one, so that all nodes drop the same; the newest never is, nor what another one stands on. A
-delta goes behind what it stands on: of that a line sees through first what the tier does not have. Everything here runs on the agent's loop.
+than ``WAITING_MAX`` wait behind it, the oldest of these is dropped, a delta before a full, by an abort record at the
+tier where the tier can hold one, so that all nodes drop the same; the newest never is, nor what another one stands on.
+A delta goes behind what it stands on: of that a line sees through first what the tier does not have. Everything here
+runs on the agent's loop.
 """
 
 from __future__ import annotations
@@ -203,11 +204,10 @@ class Line:
 
     def _add(self, entry: MirrorEntry) -> None:
         """After a restart the journal and each of the trainers may name the same one."""
-        if self._now is not None and self._now.key == entry.key:
-            if self._now.attempt >= entry.attempt:
-                self._now = self._now.joined(entry.ranks)
-                self._more.set()
-                return
+        if self._now is not None and self._now.key == entry.key and self._now.attempt >= entry.attempt:
+            self._now = self._now.joined(entry.ranks)
+            self._more.set()
+            return
         for at, known in enumerate(self._waiting):
             if known.key == entry.key:
                 newer = max(known, entry, key=lambda one: one.attempt)
@@ -302,7 +302,7 @@ class Line:
         return decision
 
     async def _chain(self, entry: MirrorEntry) -> list[Manifest]:
-        """The checkpoint, behind those below it that the tier lacks, the lowest first; as they stand at the root now."""
+        """The checkpoint, behind those below it that the tier lacks, the lowest first; as they stand at the root."""
         found = [await require_standing(self._root, entry.step, entry.incarnation)]
         while (below := found[-1].parent_key) is not None and len(found) <= CHAIN_MAX:
             incarnation, step = below
