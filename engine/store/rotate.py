@@ -19,6 +19,7 @@ from everstep.backends.api import Backend, Item
 from everstep.backends.points import reach
 from everstep.errors import CannotTell, Damaged, EverstepError, UnknownFormat
 from everstep.format import names
+from everstep.format.constants import TIME_FORMAT
 from everstep.format.manifest import Abort, Decision, Manifest, Tombstone
 from everstep.format.records import IncarnationRecord
 from everstep.plan.lineage import Lineage
@@ -35,7 +36,7 @@ from .catalog import (
     voted_ranks,
 )
 from .commit import abort_attempt, publish_decision
-from .runs import TIME_FORMAT, now, read_incarnations
+from .runs import now, read_incarnations
 
 TOMBSTONE_WAIT_S = 3600.0
 """A tombstone outlives every commit that may still be under way: a late manifest then lies below it and
