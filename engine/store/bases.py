@@ -18,7 +18,7 @@ from everstep.backends.aligned import aligned_buffer
 from everstep.codec.chunk import decode_chunk
 from everstep.errors import CannotTell, Damaged, EverstepError, Pruned
 from everstep.format import names
-from everstep.format.packed import REFERENCE, WITH_BASE, Table, decode_tail, tail_bytes
+from everstep.format.packed import PLAIN, REFERENCE, WITH_BASE, Table, decode_tail, tail_bytes
 from everstep.format.vote import ImageRecord
 from everstep.memory.errors import ArenaGone, SlotGone
 
@@ -37,8 +37,8 @@ PIECE_BYTES = 8 << 20
 """What is decoded at once, or one chunk where chunks are larger: one read of payloads, one of the base."""
 
 PIECES_MAX = 8
-"""Pieces that are decoded side by side by all readers of one :class:`Bases`; each takes three times ``PIECE_BYTES``: the
-base's chunks, payloads, and those of the levels below (one at a time)."""
+"""Pieces that are decoded side by side by all readers of one :class:`Bases`; each takes three times ``PIECE_BYTES``:
+the base's chunks, payloads, and those of the levels below (one at a time)."""
 
 RUNS_PARALLEL = 4
 """Stretches of one piece that are read from the base side by side."""
@@ -222,7 +222,7 @@ class Bases:
         if all(code == REFERENCE for code in codes):
             await self._base(packed, first, end, out, spare, depth)
             return
-        runs = list(_runs([first + at for at, code in enumerate(codes) if code in WITH_BASE]))
+        runs = list(runs_of([first + at for at, code in enumerate(codes) if code in WITH_BASE]))
 
         async def base(run: tuple[int, int]) -> None:
             low = (run[0] - first) * table.chunk_bytes
@@ -266,7 +266,7 @@ class Bases:
         async def ask(source: Source) -> None:
             base = await _record_at(source, record, packed.rank)
             bad: list[tuple[int, bytes]] = []
-            for low, high in list(_runs(missing)):
+            for low, high in list(runs_of(missing)):
                 begin = (low - first) * packed.chunk_bytes
                 stop = min((high - first) * packed.chunk_bytes, len(out))
                 part, free = out[begin:stop], spare[begin:stop]
@@ -304,7 +304,7 @@ def _pieces(offset: int, nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, i
         yield start, min(start + step, end)
 
 
-def _runs(indexes: Sequence[int]) -> Iterator[tuple[int, int]]:
+def runs_of(indexes: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Ascending indexes as ranges."""
     at = 0
     while at < len(indexes):
@@ -325,8 +325,6 @@ def _unpack(
 ) -> None:
     """Decode the chunks ``first`` to ``end`` into ``out``, from their payloads and the base's chunks, which lie in
     ``base`` where they do in ``out``."""
-    import numpy  # here, since fsck and the agent live without it
-
     start = table.begins[first]
     for index in range(first, end):
         at = (index - first) * table.chunk_bytes
@@ -336,7 +334,10 @@ def _unpack(
         begin, stop = table.span(index, index + 1)
         if code == REFERENCE:
             assert former is not None
-            numpy.copyto(numpy.frombuffer(chunk, numpy.uint8), numpy.frombuffer(former, numpy.uint8))
+            copy_bytes(chunk, former)
+            continue
+        if code == PLAIN:
+            copy_bytes(chunk, payload[begin - start : stop - start])
             continue
         try:
             decode_chunk(code, payload[begin - start : stop - start], former, chunk)
@@ -410,6 +411,13 @@ def _heard(task: asyncio.Task[list[Source]]) -> None:
     """Whoever asked may have been cancelled meanwhile: then nobody is left to hear of an error."""
     if not task.cancelled():
         task.exception()
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """A copy without the interpreter lock."""
+    import numpy  # here, since fsck and the agent live without it
+
+    numpy.copyto(numpy.frombuffer(target, numpy.uint8), numpy.frombuffer(source, numpy.uint8))
 
 
 async def both(*work: Awaitable[object]) -> None:

@@ -182,7 +182,7 @@ class DurableSource:
     async def read_into(self, rank: int, image: str, offset: int, view: memoryview) -> None:
         packed = await self._packed(rank, image)
         if packed is None:
-            await self.read_object(rank, image, offset, view)
+            await self._read_plain(rank, image, offset, view)
         else:
             await self.explained(self.bases.read_into(*packed, offset, view))
 
@@ -192,12 +192,16 @@ class DurableSource:
         """As :meth:`read_into`, for a delta that this one's image is the base of (:mod:`.bases`)."""
         packed = await self._packed(rank, image)
         if packed is None:
-            await self.read_object(rank, image, offset, view)
+            await self._read_plain(rank, image, offset, view)
         else:
             await self.explained(self.bases.decode(*packed, offset, view, spare, depth))
 
-    async def read_object(self, rank: int, image: str, offset: int, view: memoryview) -> None:
-        """Fill ``view`` with the image's object as it is stored; not verified."""
+    async def read_object(self, rank: int, image: ImageRecord, offset: int, view: memoryview) -> None:
+        """Fill ``view`` with the bytes of the image's object as it is stored; not verified."""
+        name = image.object_name(self.step, self.incarnation, self.manifest.attempt, rank)
+        await self.explained(_read_into(self.backend, name, offset, view))
+
+    async def _read_plain(self, rank: int, image: str, offset: int, view: memoryview) -> None:
         await self.explained(_read_into(self.backend, self.locate(rank, image), offset, view))
 
     async def table(self, rank: int, image: str) -> Table | None:
@@ -210,9 +214,10 @@ class DurableSource:
         record = (await self.records(rank)).get(image)
         if record is None or record.stored is None:
             return None
+        of = record
 
         async def read(offset: int, view: memoryview) -> None:
-            await self.read_object(rank, image, offset, view)
+            await self.read_object(rank, of, offset, view)
 
         packed = PackedObject(self.locate(rank, image), rank, record, self.chunk_bytes, read)
         return packed, await once(self._tables, (rank, image), lambda: self.explained(open_table(packed)))
@@ -232,6 +237,10 @@ class DurableSource:
 
     async def confirm(self) -> None:
         """Nothing to ask: objects are immutable, and every byte was verified."""
+
+    async def vote_of(self, rank: int) -> Vote:
+        """The rank's vote, read once."""
+        return await self._vote(rank)
 
     async def vote(self, rank: int) -> tuple[bytes, Vote]:
         """The rank's vote, proved: as stored, and decoded."""
