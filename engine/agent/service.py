@@ -533,7 +533,8 @@ class Service:
         self.keep(self._orphans.look())
 
     def _in_use(self, incarnation: int) -> bool:
-        return any(flush.incarnation == incarnation for flush in self._pipeline.flushes())
+        flushes = any(flush.incarnation == incarnation for flush in self._pipeline.flushes())
+        return flushes or self.tiers.is_merging(incarnation)
 
     def _rotated(
         self, incarnation: int, report: RotationReport | None, error: EverstepError | BackendError | None

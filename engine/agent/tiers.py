@@ -67,6 +67,10 @@ class Tiers:
         """Steps whose checkpoints are to be made fulls."""
         return self._merges.status() if self._merges is not None else []
 
+    def is_merging(self, incarnation: int) -> bool:
+        """Whether a checkpoint of that incarnation is to be made a full."""
+        return self._merges is not None and any(one == incarnation for one, _ in self._merges.owed())
+
     async def open(self, root: Backend, run: RunRecord) -> None:
         """The run is open, or another one is."""
         await self.close()

@@ -54,12 +54,15 @@ class Chains:
         """By full, how often a delta that stands on it was to be merged."""
         self._merging: dict[int, Key] = {}
         """By step of a delta that is to be merged, the full."""
+        self._decided: dict[int, Key] = {}
+        """By step of a delta that is not durable yet, the full."""
         self._spoilt = False
         for key in sorted(durable, key=_age):
             self.add(key, durable[key])
 
     def add(self, key: Key, base: Key | None) -> None:
         """``key`` is durable now and stands on ``base``; None: it is a full, from the beginning or merged."""
+        self._decided = {step: full for step, full in self._decided.items() if step > key[1]}
         if base is None:
             self._known[key] = _Place(0, key)
             self._spoilt = False
@@ -78,6 +81,7 @@ class Chains:
 
     def lost(self, step: int) -> None:
         """The flush of ``step``, or its merging, came to nothing: if it was to be merged, another one is."""
+        self._decided.pop(step, None)
         full = self._merging.pop(step, None)
         if full is not None and full in self._asked:
             self._asked[full] -= 1
@@ -107,8 +111,9 @@ class Chains:
             return None
         full = self._known[base].full
         asked = self._asked.get(full, 0)
-        standing = sum([place.full == full and place.depth > 0 for place in self._known.values()])
-        merge = standing + 1 >= self._max * (asked + 1)
+        deltas = [place.full for place in self._known.values() if place.depth]
+        self._decided[step] = full
+        merge = [*deltas, *self._decided.values()].count(full) >= self._max * (asked + 1)
         if merge:
             self._asked[full] = asked + 1
             self._merging[step] = full
