@@ -188,8 +188,10 @@ class Outcomes:
         """Whatever happens to a delta, no checkpoint is lost by it."""
         if progress.stage == "merged":
             log.info("everstep: step %d is a full now", progress.step)
-        elif len(self._findings) < FINDINGS_MAX and progress.error is not None:
-            self._findings[str(_as_error(progress, EverstepError))] = None
+            return
+        error = _as_error(progress, EverstepError) if progress.error is not None else None
+        if error is not None and not isinstance(error, SaveAbandoned) and len(self._findings) < FINDINGS_MAX:
+            self._findings[str(error)] = None
 
     def _note_tier(self, progress: Progress) -> None:
         """A checkpoint that never gets to a tier counts as a failure; trouble on the way is told. One that the node's

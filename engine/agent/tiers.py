@@ -76,7 +76,6 @@ class Tiers:
         await self.close()
         self._run = run
         self._mirrors = Mirrors(self, root, run, self._service.fence)
-        self._open_merges()
         self.follow()
 
     def follow(self, *, anew: bool = False) -> None:
@@ -85,8 +84,8 @@ class Tiers:
         if self._mirrors is None:
             return
         self._mirrors.follow(self._service.settings.tiers, anew=anew)
-        if anew:
-            self._service.keep(self._reopen_merges())
+        if anew and self._merges is not None:
+            self._service.keep(self._reopen_merges(self._merges))
         self._follow_node()
         unplaced, self._unplaced = self._mirrors.owe(self._unplaced), []
         if not self._service.members.newest:
@@ -96,24 +95,25 @@ class Tiers:
             log.warning("step %d is not mirrored to %s, which is no tier any more", entry.step, entry.tier)
             self._service.keep(self.forget_mirror(entry))
 
-    def _open_merges(self) -> None:
+    def _merge(self, entries: Sequence[MergeEntry]) -> None:
+        if self._merges is None and entries:
+            self._merges = self._open_merges()
+        if self._merges is not None:
+            self._merges.owe(entries)
+
+    def _open_merges(self) -> Merges:
         """Merging goes to the root by a lane of its own, behind flushes."""
-        service, run = self._service, self._run
-        assert run is not None
-        settings = service.settings
+        service, run, settings = self._service, self._run, self._service.settings
+        assert run is not None, "merged is what was committed to the run"
         lane = self._lane(MERGES, settings.rate_bytes_per_s, settings.root, Urgency.MIRROR)
         root = open_gated(service.open_backend, settings.root, settings.options, Quiet(self, lane))
-        self._merges = Merges(self, SameRun(root, run, service.run_is_gone), run, service.fence)
+        return Merges(self, SameRun(root, run, service.run_is_gone), run, service.fence)
 
-    async def _reopen_merges(self) -> None:
+    async def _reopen_merges(self, former: Merges) -> None:
         """The storage is opened otherwise now."""
-        former = self._merges
-        self._open_merges()
-        if former is not None:
-            await former.close()
-            rest = former.rest()
-            if rest and self._merges is not None:
-                self._merges.owe(rest)
+        self._merges = self._open_merges()
+        await former.close()
+        self._merge(former.rest())
 
     def _follow_node(self) -> None:
         """Where flushes are staged from now on."""
@@ -140,8 +140,8 @@ class Tiers:
 
     def resume_merges(self, journaled: Sequence[MergeEntry]) -> None:
         """What a former agent left. The run is open."""
-        if self._merges is not None and self._run is not None:
-            self._merges.owe([entry for entry in journaled if entry.run_id == self._run.run_id])
+        if self._run is not None:
+            self._merge([entry for entry in journaled if entry.run_id == self._run.run_id])
 
     async def settle(self, entries: Sequence[JobEntry], manifest: Manifest | None) -> None:
         """The jobs are over: the journal drops them and remembers what they made owed; then the tiers hear of it."""
@@ -150,8 +150,8 @@ class Tiers:
         await self._service.journaled(self._service.journal.drop_jobs, list(entries), owed, to_merge)
         if self._mirrors is not None:
             self._unplaced += self._mirrors.owe(owed)
-        if self._merges is not None and to_merge is not None:
-            self._merges.owe([to_merge])
+        if to_merge is not None and self._run is not None:
+            self._merge([to_merge])
 
     def _owed_of(self, entries: Sequence[JobEntry], manifest: Manifest) -> list[MirrorEntry]:
         ranks: dict[str, list[int]] = {}

@@ -104,8 +104,8 @@ class Chains:
         return max(usable, key=_age, default=None)
 
     def delta(self, step: int) -> Delta | None:
-        """The delta that is decided for ``step``; None where a full is due. One in ``max_chain`` that stand on the same
-        full is to be merged."""
+        """The delta that is decided for ``step``; None where a full is due. Once ``max_chain`` stand on the same full
+        one is to be merged; where nothing is heard of that, another one when there are twice as many."""
         base = self.base()
         if base is None:
             return None
@@ -113,7 +113,7 @@ class Chains:
         asked = self._asked.get(full, 0)
         deltas = [place.full for place in self._known.values() if place.depth]
         self._decided[step] = full
-        merge = [*deltas, *self._decided.values()].count(full) >= self._max * (asked + 1)
+        merge = [*deltas, *self._decided.values()].count(full) >= self._max << asked
         if merge:
             self._asked[full] = asked + 1
             self._merging[step] = full
