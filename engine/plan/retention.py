@@ -18,9 +18,6 @@ from .schedule import parse_duration
 Key = tuple[int, int]
 """A checkpoint: (incarnation, step)."""
 
-NOWHERE: Key = (-1, -1)
-"""No checkpoint: the base of a delta that does not name one."""
-
 BEST = ("min", "max")
 """Which value of a metric is the best: the least, or the greatest."""
 
@@ -95,16 +92,7 @@ class Facts:
 def facts_of(manifest: Manifest) -> Facts:
     """The facts that a manifest says."""
     metrics = {name: value for name, value in manifest.metrics.items() if _is_finite(value)}
-    return Facts(parent_of(manifest), seconds_of(manifest.created), metrics)
-
-
-def parent_of(manifest: Manifest) -> Key | None:
-    """What a delta's manifest says it stands on; None: it needs no other. ``NOWHERE`` where it should say and does
-    not: such a delta cannot be loaded."""
-    if manifest.parent is None:
-        return None if manifest.kind != "delta" else NOWHERE
-    found: Any = manifest.parent.get("incarnation"), manifest.parent.get("step")
-    return found if all(isinstance(number, int) for number in found) else NOWHERE
+    return Facts(manifest.parent_key, seconds_of(manifest.created), metrics)
 
 
 def seconds_of(created: str) -> float | None:
@@ -154,7 +142,7 @@ def plan_retention(
     The plan depends on nothing but what is given, and planning again with what it keeps removes nothing more.
     """
     keys = sorted(set(checkpoints))
-    whole = _whole(keys, facts)
+    whole = whole_chains(keys, facts)
     good = [key for key in keys if key in whole and lineage.counts(*key)]
     last = good[-retention.keep_last :]
     why: dict[Key, str] = {}
@@ -238,7 +226,7 @@ def _best(good: Sequence[Key], count: int, best: str, facts: Mapping[Key, Facts]
     return sorted(newest_first, key=lambda key: measured[key], reverse=how == "max")[:count]
 
 
-def _whole(keys: Sequence[Key], facts: Mapping[Key, Facts]) -> set[Key]:
+def whole_chains(keys: Sequence[Key], facts: Mapping[Key, Facts]) -> set[Key]:
     """Those of which every base is there, down to a full one."""
     known: dict[Key, bool] = {}
     there = set(keys)
