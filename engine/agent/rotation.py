@@ -11,6 +11,7 @@ from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError
 from everstep.backends.points import reach
 from everstep.errors import EverstepError
+from everstep.plan.chains import next_base
 from everstep.plan.retention import Retention
 from everstep.store.rotate import Key, RotationReport, rotate
 from everstep.store.shelf import Shelf
@@ -84,7 +85,8 @@ class Rotator:
         # By the lineage as the fence has just seen it: a further tier learns of new incarnations later.
         records = list(self._fence.known.values())
         look = await patiently(lambda: self._shelf.look(self._backend, records))
-        plan = look.plan(self.retention, self._owed())
+        parents = {key: facts.parent for key, facts in look.facts.items() if look.lineage.counts(*key)}
+        plan = look.plan(self.retention, self._owed() | next_base(parents))
         reach("agent.rotate.before", str(incarnation))
 
         async def is_superseded() -> bool:

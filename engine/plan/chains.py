@@ -122,6 +122,13 @@ class Chains:
         return Delta(base, merge)
 
 
+def next_base(parents: Mapping[Key, Key | None]) -> set[Key]:
+    """The newest full, where deltas are written: the next ones stand on it, though it may be older than all that
+    retention keeps."""
+    fulls = [key for key, parent in parents.items() if parent is None]
+    return {max(fulls, key=_age)} if fulls and len(fulls) < len(parents) else set()
+
+
 def chain_of(key: Key, parents: Mapping[Key, Key | None]) -> list[Key]:
     """What ``key`` needs to be loaded: its base, that one's, and so on, the nearest first; ends where ``parents`` does.
     Raises Damaged where it leads back to itself."""
