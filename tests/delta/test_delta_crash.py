@@ -11,7 +11,7 @@ from everstep.memory.process import Process
 
 from tests.facade.kit import forget_memory, until
 
-from .kit import Adapter, deltas, is_bit_equal, merged, stands, train
+from .runs_kit import Adapter, deltas, is_bit_equal, merged, stands, train
 
 POINTS = ["merge.begun", "merge.voted", "merge.told"]
 MORE_POINTS = [
@@ -51,7 +51,7 @@ def test_agent_killed_while_merging(root: Path, monkeypatch: pytest.MonkeyPatch,
 def test_trainer_and_agent_killed(root: Path, script: object) -> None:
     """What a restart finds are deltas; it goes on from them, with deltas, and with a merge where one was due."""
     body = """
-    from tests.delta.kit import *
+    from tests.delta.runs_kit import *
     work = Adapter()
     ckpt = deltas(root, full_every=None, max_chain=3, agent="process")
     ckpt.load(work.at(0))

@@ -11,7 +11,7 @@ from everstep.errors import Damaged
 
 from tests.facade.kit import forget_memory, steps_on_disk, until
 
-from .kit import FROZEN, Adapter, chain, deltas, events, is_bit_equal, merged, stands, train
+from .runs_kit import FROZEN, Adapter, chain, deltas, events, is_bit_equal, merged, stands, train
 
 
 def test_deltas_are_flushed_by_the_schedule_and_loaded_bit_by_bit(root: Path) -> None:
