@@ -8,13 +8,11 @@ import logging
 from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError
 from everstep.errors import EverstepError
-from everstep.format.manifest import Manifest
 from everstep.format.records import RunRecord
 from everstep.format.vote import STATE_IMAGE, Vote
-from everstep.store.bases import Bases
-from everstep.store.catalog import list_step, read_decision, require_standing
-from everstep.store.sources import DurableSource, Source
-from everstep.store.staged import near_source
+from everstep.store.catalog import require_standing
+from everstep.store.sources import DurableSource
+from everstep.store.staged import bases_near, near_source
 
 from .storage import patiently
 
@@ -42,30 +40,13 @@ async def rank_source(
     Damaged, CannotTell."""
     incarnation, step = key
     manifest = await patiently(lambda: require_standing(root, step, incarnation))
-    bases = Bases()
-
-    async def at_root(below: Key) -> Source | None:
-        decision = await read_decision(root, await list_step(root, below[1], below[0]))
-        if not isinstance(decision, Manifest):
-            return None
-        return DurableSource(root, decision, run.chunk_bytes, bases=bases)
-
-    async def near_by(below: Key) -> Source | None:
-        if near is None:
-            return None
-        decision = await read_decision(root, await list_step(root, below[1], below[0]))
-        found = await near_source(near, decision, run) if isinstance(decision, Manifest) else None
-        if found is not None:
-            found.bases = bases
-        return found
-
-    bases.add(at_root)
     if near is not None:
-        bases.add(near_by, nearest=True)
-        found = await near_by(key)
-        if found is not None and rank in found.ranks and isinstance(found, DurableSource):
+        bases = bases_near(near, [root], run)
+        found = await near_source(near, manifest, run, bases)
+        if found is not None and rank in found.ranks:
             return found
-    return DurableSource(root, manifest, run.chunk_bytes, bases=bases)
+        return DurableSource(root, manifest, run.chunk_bytes, bases=bases)
+    return DurableSource(root, manifest, run.chunk_bytes)
 
 
 def is_based(vote: Vote) -> bool:

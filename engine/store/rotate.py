@@ -419,7 +419,7 @@ async def _collect(
         for attempt in found.attempts:
             decision = await _decision_of(backend, found, attempt)
             # Above a manifest it may be a full in the making, which takes its time.
-            left = past and not isinstance(standing[found.key], Manifest)
+            left = past and not seen.stands
             if attempt not in found.decisions and (gone or left):
                 directory = names.attempt_dir(*found.place, attempt)
                 if await _drop_empty(backend, directory, names.vote(*found.place, attempt, 0), report):
