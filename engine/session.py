@@ -35,7 +35,7 @@ from .memory.slots import Pinned
 from .memorytier import Key, MemoryTier
 from .outcomes import FINISHED, Outcomes
 from .places import Place
-from .plan.chains import DELTA, FULL, Chains
+from .plan.chains import DELTA, Chains
 from .plan.schedule import Decision
 from .policy import Policy
 from .ranks import Ranks
@@ -112,8 +112,10 @@ class Session:
         self._auditor = Auditor(ranks.rank, ranks.world, policy, max(map(len, holders), default=0))
         self._pending: Taken | None = None
         self._pending_tiers: list[str] = []
-        self._deltas: dict[int, Decision] = {}
-        """By step, those that were asked for as deltas."""
+        self._pending_as: Decision | None = None
+        """What that flush is to be; None: a full."""
+        self._delta: int | None = None
+        """The last step that was asked for as a delta."""
         self._pins: dict[int, Pinned] = {}
         """Slots whose flush was asked for: the agent pins a slot only when it comes to the request, and a new one
         has to find what a killed one was writing."""
@@ -188,7 +190,7 @@ class Session:
         self._last_step = step
         self._heartbeat.stepped(step)
         self._settle()  # the agent is to begin now, whether or not another call follows soon
-        return self._flush(step, self._shared)
+        return self._flush(step, self._shared, full=True)
 
     def _is_refused(self, step: int) -> bool:
         """Whether the snapshot of ``step`` was refused for its bytes; it is gone then, to be taken anew."""
@@ -405,19 +407,24 @@ class Session:
         self._tell_taken()
         self._tier.drop_outgrown()
 
-    def _flush(self, step: int, tiers: Collection[str], decision: Decision | None = None) -> SaveHandle:
+    def _flush(
+        self, step: int, tiers: Collection[str], decision: Decision | None = None, *, full: bool = False
+    ) -> SaveHandle:
         """``tiers``: names of those that it is to reach; more may be asked for later. In full, unless ``decision`` says
-        otherwise."""
+        otherwise, or it was asked for as a delta; ``full``: then it is made a full."""
         newest = self._snapshots.newest
         assert newest is not None and newest.step == step, "only the newest snapshot is flushed"
         urls = [self._urls[name] for name in tiers]
         known = self.outcomes.asked(step)
         if not known:
             delta = decision is not None and decision.kind == DELTA
+            self._delta = step if delta else self._delta
             self.outcomes.expect(step, self._client.next_attempt(step), urls, delta=delta)
-            if decision is not None and delta:
-                self._deltas[step] = decision
-        if not known or self.outcomes.owe(step, urls):
+            self._pending_as = decision
+        again = known and full and step == self._delta
+        if again:
+            self._pending_as, self._delta = Decision(step, True, True, merge=True), None
+        if not known or self.outcomes.owe(step, urls) or again:
             self._pending, self._pending_tiers = newest, list(tiers)
             self._send_pending()
         return SaveHandle(step, self)
@@ -431,23 +438,22 @@ class Session:
             return
         if taken.moved:
             self._pending = None
-            self._deltas.pop(taken.step, None)
             self._client.give_up(
                 taken.step, f"rank {self._ranks.rank}: changed while it was copied: {taken.moved}"
             )
         elif taken.whole:
             self._pending = None
             self._pins[taken.step] = self._tier.arena.pin(taken.slot, taken.generation, purpose=Purpose.FLUSH)
-            delta = self._deltas.pop(taken.step, None)
+            wish, self._pending_as = self._pending_as or Decision(taken.step, True, True), None
             with self._bearing_its_loss():
                 self._client.flush(
                     taken.step,
                     slot=taken.slot,
                     generation=taken.generation,
-                    kind=DELTA if delta is not None else FULL,
+                    kind=wish.kind,
                     tiers=self._pending_tiers,
-                    base=delta.base if delta is not None else None,
-                    merge=delta is not None and delta.merge,
+                    base=wish.base,
+                    merge=wish.merge,
                 )
 
     def _tell_taken(self) -> None:

@@ -108,7 +108,7 @@ class Pipeline:
         if flush is None:
             return
         if entry.rank in flush.jobs:
-            await self._add_tiers(flush.jobs[entry.rank], entry.tiers)
+            await self._add_wishes(flush.jobs[entry.rank], entry)
             self._say(flush, "queued", rank=entry.rank)
             return
         job = flush.jobs[entry.rank] = Job(entry, pin)  # the flush's end lets go of its pin and its entry
@@ -133,10 +133,11 @@ class Pipeline:
         if job.entry.stage == STAGED:
             self._staged(flush, job)
 
-    async def _add_tiers(self, job: Job, tiers: Sequence[str]) -> None:
-        more = tuple([tier for tier in tiers if tier not in job.entry.tiers])
-        if more:
-            job.entry = replace(job.entry, tiers=job.entry.tiers + more)
+    async def _add_wishes(self, job: Job, asked: JobEntry) -> None:
+        more = tuple([tier for tier in asked.tiers if tier not in job.entry.tiers])
+        if more or (asked.merge and not job.entry.merge):
+            merge = job.entry.merge or asked.merge
+            job.entry = replace(job.entry, tiers=job.entry.tiers + more, merge=merge)
             await self._owner.remember(job.entry)
 
     def give_up(self, incarnation: int, step: int, attempt: int, reason: str, world: int) -> None:

@@ -132,16 +132,25 @@ def test_a_damaged_base_makes_a_full(root: Path, how: str) -> None:
 
 
 def test_an_explicit_save_is_a_full(root: Path) -> None:
+    """Also of a step that was just flushed as a delta, on its way or durable: that is made a full."""
     work = Adapter()
-    with deltas(root, full_every=None, delta_every=4) as ckpt:
-        ckpt.load(work.at(0))
-        train(ckpt, work, range(1, 10))
-        ckpt.save(11, work.at(11)).wait()
-        ckpt.step(12, work.at(12))
-        ckpt.step(13, work.at(13))
+    ckpt = deltas(root, full_every=None, delta_every=4)
+    ckpt.load(work.at(0))
+    train(ckpt, work, range(1, 10))
+    ckpt.save(11, work.at(11)).wait()
+    for step in (12, 16):
+        handle = ckpt.step(step, work.at(step))
+        if step == 16:
+            handle.wait()
+        ckpt.save(step, work.at(step)).wait()
+        merged(root, step)
+    ckpt.step(20, work.at(20))
+    ckpt.step(21, work.at(21))
+    ckpt.close()
     found = stands(root)
-    assert [found[step].kind for step in (8, 11, 12)] == ["delta", "full", "delta"]
-    assert found[13].kind == "full"  # the last one, at close
+    assert [found[step].kind for step in (8, 11, 20)] == ["delta", "full", "delta"]
+    assert (found[11].attempt, found[21].kind) == (1, "full")  # the last one, at close
+    assert all(is_bit_equal(root, step, work) for step in (12, 16, 20, 21))
 
 
 def test_fulls_may_be_compressed(root: Path) -> None:
