@@ -347,7 +347,8 @@ class Loader:
 
 
 def open_durable(backend: Backend, run: RunRecord, key: Key, bases: Bases | None = None) -> DurableSource:
-    """The checkpoint ``key`` on the backend; ``bases`` finds what it is based on. Pruned if it is being removed, Damaged if nothing decides for it."""
+    """The checkpoint ``key`` on the backend; ``bases`` finds what it is based on. Pruned if it is being removed,
+    Damaged if nothing decides for it."""
 
     async def read() -> Manifest:
         decision = await read_decision(backend, await list_step(backend, key[1], key[0]))

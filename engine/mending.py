@@ -24,8 +24,8 @@ THREADS = 2
 
 def mend(ranks: Ranks, places: Sequence[Backend], key: tuple[int, int], *, timeout_s: float) -> None:
     """Of the checkpoint ``key``, and of those that it is based on, at every place but the farthest, whatever is not as
-    it was committed. ``places`` are the durable tiers, nearest first; what retention removed somewhere stays removed there. All ranks call it, each sees
-    to its share; no tier is the worse for a failure, which is raised by all."""
+    it was committed. ``places`` are the durable tiers, nearest first; what retention removed somewhere stays removed
+    there. All ranks call it, each sees to its share; no tier is the worse for a failure, which is raised by all."""
 
     def share() -> int:
         return run_blocking(_mend_chain(places, key, ranks.rank, ranks.world))

@@ -42,7 +42,7 @@ class Rotator:
         self._owed = owed
         self._wanted: int | None = None
         self._task: asyncio.Task[None] | None = None
-        self._shelf = Shelf(fence.known)
+        self._shelf = Shelf()
 
     @property
     def busy(self) -> bool:
@@ -83,6 +83,7 @@ class Rotator:
         if await self._fence.superseded(incarnation):
             return None
         # By the lineage as the fence has just seen it: a further tier learns of new incarnations later.
+        self._shelf.records = self._fence.known
         records = list(self._fence.known.values())
         look = await patiently(lambda: self._shelf.look(self._backend, records))
         parents = {key: facts.parent for key, facts in look.facts.items() if look.lineage.counts(*key)}

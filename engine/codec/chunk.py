@@ -81,9 +81,9 @@ def _blocks(segments: Sequence[Segment]) -> Iterator[tuple[int, int, int, Kind]]
 
 def _encode_block(new: Bytes, base: Bytes | None, item: int, kind: Kind) -> tuple[int, bytes, list[Part]]:
     """Transform, table entries of the planes, stored parts."""
-    if base is not None and new[0] == base[0] and (new == base).all():
-        return SAME, b"", []
     transform, bits, zeros = probe(new, base, item, kind)
+    if transform != NONE and min(zeros) == 1 and (new == base).all():
+        return SAME, b"", []
     # Whole numbers, and bytes, repeat in ways that the entropy of single bytes does not show.
     numbers = kind == "float" or transform != NONE
     entries, parts = b"", list[Part]()
@@ -131,9 +131,9 @@ def decode_chunk(encoding: int, payload: memoryview, base: memoryview | None, ou
         if ENCODING_OF[transform] > encoding:
             raise Damaged("a transform of another encoding", found=transform, expected=f"one of {encoding}")
         needed = max(needed, ENCODING_OF[transform])
-        block = None if other is None else other[at : at + nbytes]
+        block: Bytes = None if other is None else other[at : at + nbytes]
         if transform == SAME:
-            mine[at : at + nbytes] = block
+            np.copyto(mine[at : at + nbytes], block)
         else:
             planes = [cursor.plane(nbytes // item) for _ in range(item)]
             join(planes, block, transform, item, mine[at : at + nbytes])

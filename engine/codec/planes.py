@@ -4,6 +4,9 @@ All arrays are numpy's, of bytes; an item is a little-endian word. A difference 
 their order: the bits of a float, as a whole number, go up with its magnitude, so those of negative ones are turned
 around. What results is small where the numbers are close, and its sign goes into the lowest bit, so that small negative
 differences have empty high bytes too.
+
+The loops are compiled (``_kernel.c``) where the install found a compiler; here they are in numpy too, with the same
+result.
 """
 
 from __future__ import annotations
@@ -11,6 +14,12 @@ from __future__ import annotations
 from typing import Any
 
 from .constants import FLOAT_DIFFERENCE, NONE, XOR
+
+_kernel: Any
+try:
+    from . import _kernel
+except ImportError:
+    _kernel = None
 
 Bytes = Any
 """A one-dimensional numpy array of unsigned bytes; numpy is loaded when there is something to code."""
@@ -21,6 +30,10 @@ def split(new: Bytes, base: Bytes | None, transform: int, item: int) -> Bytes:
     needed."""
     import numpy as np
 
+    if _kernel is not None:
+        planes = np.empty((item, new.size // item), np.uint8)
+        _kernel.split(new, base, transform, item, planes)
+        return planes
     words: Any = new.view(f"<i{item}")
     if transform != NONE:
         assert base is not None
@@ -39,12 +52,56 @@ def join(planes: list[Bytes | int], base: Bytes | None, transform: int, item: in
     """Inverse of :func:`split`, into ``out``. A plane whose bytes are all equal is given as that byte."""
     import numpy as np
 
+    if _kernel is not None:
+        _kernel.join(planes, base, transform, item, out)
+        return
     columns = out.reshape(-1, item)
     for index, plane in enumerate(planes):
         np.copyto(columns[:, index], np.uint8(plane) if isinstance(plane, int) else plane)
     if transform != NONE:
         assert base is not None
         _backward(out.view(f"<i{item}"), base.view(f"<i{item}"), transform, item)
+
+
+def thin(plane: Bytes) -> tuple[Bytes, Bytes]:
+    """Where the bytes of a plane are not zero (a bit for each, from the lowest of the first byte on), and these."""
+    import numpy as np
+
+    if _kernel is not None:
+        map_, values = np.empty(-(-plane.size // 8), np.uint8), np.empty(plane.size, np.uint8)
+        return map_, values[: _kernel.thin(plane, map_, values)]
+    mask = plane != 0
+    return np.packbits(mask, bitorder="little"), plane[mask]
+
+
+def fill(map_: Bytes, values: Bytes, count: int) -> Bytes | None:
+    """Inverse of :func:`thin`: a plane of ``count`` bytes; None if there are not as many values as bits are set."""
+    import numpy as np
+
+    if _kernel is not None:
+        plane = np.empty(count, np.uint8)
+        return plane if _kernel.fill(map_, values, plane) else None
+    mask = np.unpackbits(map_, count=count, bitorder="little").view(np.bool_)
+    if np.count_nonzero(mask) != values.size:
+        return None
+    plane = np.zeros(count, np.uint8)
+    plane[mask] = values
+    return plane
+
+
+def weigh(planes: Bytes, weights: Bytes) -> list[tuple[int, int, int]]:
+    """By plane of ``[item, n]``: the sum of ``weights[c]`` over the counts c of its bytes, how many different bytes
+    it has, and how many zeros. ``weights``: n + 1 whole numbers of 64 bits, of which the first is zero."""
+    import numpy as np
+
+    item = len(planes)
+    if _kernel is not None:
+        found: list[tuple[int, int, int]] = _kernel.weigh(planes, item, weights)
+        return found
+    numbered = planes + (np.arange(item, dtype=np.uint16) << 8)[:, None]
+    counts = np.bincount(numbered.reshape(-1), minlength=item << 8).reshape(item, 256)
+    sums, values = weights[counts].sum(axis=1), np.count_nonzero(counts, axis=1)
+    return list(zip(sums.tolist(), values.tolist(), counts[:, 0].tolist(), strict=True))
 
 
 def _forward(new: Any, base: Any, transform: int, item: int) -> Any:

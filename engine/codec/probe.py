@@ -7,7 +7,7 @@ import math
 from typing import Any, NamedTuple
 
 from .constants import FLOAT_DIFFERENCE, INT_DIFFERENCE, NONE, XOR
-from .planes import Bytes, split
+from .planes import Bytes, split, weigh
 from .segments import Kind
 
 RUNS = 8
@@ -20,6 +20,9 @@ SPARSE_SHARE = 0.7
 """A plane with at least this share of zero bytes is stored as where the others are, and these."""
 BASE_GAIN = 1 / 128
 """What a base has to bring, of the block's size, for a block to need it."""
+
+WEIGHT_BITS = 32
+"""Weights of counts are multiples of one part in 2 to the power of this."""
 
 
 class Verdict(NamedTuple):
@@ -50,30 +53,29 @@ def probe(new: Bytes, base: Bytes | None, item: int, kind: Kind) -> Verdict:
 def _sample(data: Bytes, item: int) -> Bytes:
     import numpy as np
 
-    count = data.size // item
-    if count <= RUNS * RUN_ITEMS:
+    items = data.size // item
+    if items <= RUNS * RUN_ITEMS:
         return data
-    step = count // RUNS * item
+    step = items // RUNS * item
     return np.ascontiguousarray(data[: RUNS * step].reshape(RUNS, step)[:, : RUN_ITEMS * item]).reshape(-1)
 
 
 def _look(new: Bytes, base: Bytes | None, transform: int, item: int) -> Verdict:
-    import numpy as np
-
     planes = split(new, base, transform, item)
-    count = planes.shape[1]
-    numbered = planes + (np.arange(item, dtype=np.uint16) << 8)[:, None]
-    found = np.bincount(numbered.reshape(-1), minlength=item << 8).reshape(item, 256)
-    bits = math.log2(count) - _weights()[found].sum(axis=1) / count
-    # A sample shows fewer values than there are, which makes it look tidier than it is.
-    bits += (np.count_nonzero(found, axis=1) - 1) / (2 * math.log(2) * count)
-    return Verdict(transform, bits.tolist(), (found[:, 0] / count).tolist())
+    items = planes.shape[1]
+    bits, zeros = [], []
+    for weight, values, none in weigh(planes, _weights(items)):
+        # A sample shows fewer values than there are, which makes it look tidier than it is.
+        unseen = (values - 1) / (2 * math.log(2) * items)
+        bits.append(math.log2(items) - weight / (items << WEIGHT_BITS) + unseen)
+        zeros.append(none / items)
+    return Verdict(transform, bits, zeros)
 
 
-@functools.cache
-def _weights() -> Any:
-    """By count c of a value: c * log2(c)."""
+@functools.lru_cache(maxsize=16)
+def _weights(items: int) -> Any:
+    """By count c of a byte: c * log2(c), in whole numbers, whose sums do not depend on their order."""
     import numpy as np
 
-    counts = np.arange(8 * RUNS * RUN_ITEMS + 8, dtype=np.float64)
-    return counts * np.log2(np.maximum(counts, 1))
+    counts = np.arange(items + 1, dtype=np.float64)
+    return np.rint(counts * np.log2(np.maximum(counts, 1)) * (1 << WEIGHT_BITS)).astype(np.int64)

@@ -10,7 +10,7 @@ import zstandard
 
 from ..errors import Damaged
 from .constants import STREAM_EQUAL, STREAM_PLAIN, STREAM_SPARSE, STREAM_ZSTD, WINDOW_BYTES_MAX
-from .planes import Bytes
+from .planes import Bytes, fill, thin
 
 Part = bytes | memoryview
 
@@ -23,7 +23,7 @@ GAIN = 1 / 32
 
 _NUMBERS = {
     "window_log": 17,
-    "hash_log": 8,
+    "hash_log": 6,
     "chain_log": 6,
     "search_log": 1,
     "min_match": 7,
@@ -56,17 +56,14 @@ def compress(data: Any, *, text: bool = False) -> bytes:
 
 def pack(plane: Bytes, *, noise: bool, sparse: bool, text: bool) -> tuple[bytes, list[Part]]:
     """Table entry and stored parts of one plane (not empty). ``noise``: not to be tried. ``sparse``: mostly zeros."""
-    import numpy as np
-
     if noise:
         return STREAM.pack(STREAM_PLAIN, plane.size), [memoryview(plane)]
     if plane[0] == plane[-1] and (plane == plane[0]).all():
         return STREAM.pack(STREAM_EQUAL, int(plane[0])), []
     if sparse:
-        mask = plane != 0
-        values = plane[mask]
+        map_, values = thin(plane)
         table, parts = STREAM.pack(STREAM_SPARSE, values.size), []
-        for stream in (np.packbits(mask, bitorder="little"), values):
+        for stream in (map_, values):
             entry, stored = pack(stream, noise=False, sparse=False, text=False)
             table += entry
             parts += stored
@@ -144,13 +141,13 @@ class Cursor:
     def _sparse(self, count: int, filled: int) -> Bytes:
         import numpy as np
 
-        packed = self.plane(-(-count // 8), within=True)
-        if isinstance(packed, int):
-            packed = np.full(-(-count // 8), packed, np.uint8)
-        mask = np.unpackbits(packed, count=count, bitorder="little").view(np.bool_)
-        found = int(np.count_nonzero(mask))
-        if found != filled:
-            raise Damaged("map and values differ", found=found, expected=filled)
-        plane = np.zeros(count, np.uint8)
-        plane[mask] = self.plane(filled, within=True)
+        map_ = self.plane(-(-count // 8), within=True)
+        values = self.plane(filled, within=True)
+        if isinstance(map_, int):
+            map_ = np.full(-(-count // 8), map_, np.uint8)
+        if isinstance(values, int):
+            values = np.full(filled, values, np.uint8)
+        plane = fill(map_, values, count)
+        if plane is None:
+            raise Damaged("map and values of a plane differ", expected=f"{filled} bits set")
         return plane

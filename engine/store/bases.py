@@ -395,9 +395,11 @@ def _worst(delta: ImageRecord, name: str, errors: Sequence[EverstepError]) -> Ev
 
 
 def _missing(key: Key, errors: Sequence[EverstepError]) -> EverstepError:
-    for error in errors:
-        if isinstance(error, CannotTell):
-            return error
+    """What to raise where no place has the base; what one could not tell, or has damaged, says more."""
+    for kind in (CannotTell, Damaged):
+        for error in errors:
+            if isinstance(error, kind):
+                return error
     name = names.checkpoint_dir(key[1], key[0])
     return Damaged(
         f"{name}: the base of a delta is missing",

@@ -114,17 +114,14 @@ async def write_packed(
             await writer.abort()
             raise
     reach("flush.image.done", name)
-    joined = b"".join(hashes)
-    based = any(code in WITH_BASE for code, _ in rows)
-    return ImageRecord(
-        image,
-        len(view),
-        image_root(len(view), joined),
-        joined,
-        encoding=DELTA if based else PACKED,
-        base=base.named() if based and base is not None else None,
-        stored=stored,
-    )
+    used = base if any(code in WITH_BASE for code, _ in rows) else None
+    return _record(image, len(view), b"".join(hashes), stored, used)
+
+
+def _record(image: str, nbytes: int, chunks: bytes, stored: StoredRecord, base: Base | None) -> ImageRecord:
+    encoding = PACKED if base is None else DELTA
+    named = None if base is None else base.named()
+    return ImageRecord(image, nbytes, image_root(nbytes, chunks), chunks, encoding, named, stored)
 
 
 @dataclass(slots=True)

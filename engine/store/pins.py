@@ -17,15 +17,17 @@ from datetime import datetime, timezone
 from everstep.backends.api import Backend
 from everstep.backends.errors import NotFound
 from everstep.backends.points import reach
-from everstep.errors import BadOption, Damaged, EverstepError, UnknownFormat
+from everstep.errors import BadOption, Damaged, EverstepError, NoCheckpoint, UnknownFormat
 from everstep.format import names
 from everstep.format.constants import TIME_FORMAT
+from everstep.format.manifest import Manifest
 from everstep.format.pin import PIN_BYTES_MAX, Pin, decode_pin, encode_pin
+from everstep.plan.lineage import Lineage
 from everstep.plan.retention import seconds_of
 
 from .asking import each, reading, writing
-from .catalog import require_standing
-from .runs import now
+from .catalog import list_step, read_decision, require_standing
+from .runs import now, read_incarnations
 
 PIN_MARGIN_S = 300.0
 """How much longer than it says a pin holds: the clocks of two machines differ."""
@@ -88,7 +90,9 @@ async def list_pins(backend: Backend, known: dict[str, Held] | None = None) -> l
 async def _read(backend: Backend, pin_id: str) -> Held | None:
     name = names.pin(pin_id)
     parsed = names.parse(name)
-    assert parsed is not None and parsed.incarnation is not None and parsed.step is not None
+    assert parsed is not None, name
+    assert parsed.incarnation is not None, name
+    assert parsed.step is not None, name
     key = parsed.incarnation, parsed.step
     try:
         with reading(backend, name):
@@ -144,6 +148,30 @@ async def add_pin(
             await remove_pins(backend, [pin_id])
         raise
     return pin
+
+
+async def find_step(backend: Backend, step: int, incarnation: int | None = None) -> Key:
+    """The checkpoint at ``step``: of ``incarnation``, or the one that a load of that step would take. Raises
+    NoCheckpoint, CannotTell, Damaged (the incarnations' records)."""
+    lineage = Lineage(await read_incarnations(backend))
+    with reading(backend, names.step_dir(step)):
+        children = await backend.list_names(names.step_dir(step))
+    there = sorted(number for child in children if (number := names.parse_incarnation(child)) is not None)
+    asked = [number for number in there if incarnation in (None, number)]
+    for number in reversed(asked):
+        if incarnation is None and not lineage.counts(number, step):
+            continue
+        decision = await read_decision(backend, await list_step(backend, step, number))
+        if isinstance(decision, Manifest):
+            return number, step
+    raise NoCheckpoint(
+        f"{backend.url} has no checkpoint at step {step}"
+        + (f" of incarnation {incarnation}" if incarnation else ""),
+        found=f"directories of incarnations {there}" if there else "nothing",
+        expected="a committed checkpoint" + ("" if incarnation else " of the run's lineage"),
+        hint="See everstep ls; one that was given up is named with its incarnation, too",
+        step=step,
+    )
 
 
 async def remove_pins(backend: Backend, pin_ids: Iterable[str]) -> None:

@@ -9,11 +9,14 @@ from everstep.backends.count import Counting
 from everstep.backends.files import LocalBackend
 from everstep.errors import BadOption
 from everstep.format import names, packed
+from everstep.format.layout import Box, EntrySpec, Scope, build_layout
 from everstep.format.manifest import Abort
 from everstep.format.vote import STATE_IMAGE
+from everstep.plan.reads import plan_reads
 from everstep.store import bases, packing
 from everstep.store.catalog import read_decision_at
 from everstep.store.commit import try_commit
+from everstep.store.fill import fill
 from everstep.store.rotate import rotate
 
 from tests.store import store_kit
@@ -125,10 +128,6 @@ def test_resharding_reads_only_the_chunks_that_it_needs(tmp_path: Path) -> None:
         delta = await kit.save(backend, 2, changed, kit.source_of(backend, full))
         counting = Counting(backend)
         source = kit.source_of(counting, delta)
-        from everstep.format.layout import Box, EntrySpec, Scope, build_layout
-        from everstep.plan.reads import plan_reads
-        from everstep.store.fill import fill
-
         layouts = [await source.layout(rank) for rank in range(kit.WORLD)]
         box = Box((290, 0), (20, 33))
         mine = build_layout([EntrySpec("model", "sharded", "float32", (600, 33), (box,), Scope.GLOBAL)])
