@@ -573,6 +573,7 @@ def agent_settings(place: Place, policy: Policy, run_id: str, chunk_bytes: int) 
         heartbeat_timeout_s=policy.heartbeat_timeout_s or 4 * policy.heartbeat_s,
         commit_timeout_s=policy.commit_timeout_s,
         chunk_bytes=chunk_bytes,
+        deltas=policy.delta_every is not None,
         compress=policy.compress,
         options=place.options,
         environment=storage_environment(place.url, *[tier.url for tier in place.tiers]),

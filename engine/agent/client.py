@@ -145,8 +145,8 @@ class AgentClient:
         merge: bool = False,
     ) -> None:
         """Ask for the snapshot in ``slot`` to be made durable as ``step``, and then on ``tiers``, by name. Asking again
-        before there is a verdict adds tiers, or the wish to merge, and does nothing else; after a failure it opens the next attempt. A delta
-        stands on ``base``; ``merge``: it is to be made a full then. Does not wait."""
+        before there is a verdict adds tiers, or the wish to merge, and does nothing else; after a failure it opens the
+        next attempt. A delta stands on ``base``; ``merge``: it is to be made a full then. Does not wait."""
         self._check_process()
         if step in self._wanted:
             self._pump()

@@ -272,6 +272,7 @@ class Service:
         self.pacing.follow(theirs.rate_bytes_per_s)
         if self._rotator is not None:
             self._rotator.retention = theirs.retention
+            self._rotator.deltas = theirs.deltas
         self.tiers.follow(anew=self._anew)
         self._anew = False
 

@@ -86,6 +86,7 @@ class AgentSettings:
     heartbeat_s: float = HEARTBEAT_S
     heartbeat_timeout_s: float = 4 * HEARTBEAT_S
     tiers: tuple[TierSettings, ...] = ()
+    deltas: bool = False
     compress: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -105,6 +106,7 @@ class AgentSettings:
             "heartbeat_s": self.heartbeat_s,
             "heartbeat_timeout_s": self.heartbeat_timeout_s,
             "tiers": [tier.to_wire() for tier in self.tiers],
+            "deltas": self.deltas,
             "compress": self.compress,
             "options": dict(self.options),
             "environment": dict(self.environment),

@@ -122,11 +122,11 @@ class Chains:
         return Delta(base, merge)
 
 
-def next_base(parents: Mapping[Key, Key | None]) -> set[Key]:
-    """The newest full, where deltas are written: the next ones stand on it, though it may be older than all that
-    retention keeps."""
-    fulls = [key for key, parent in parents.items() if parent is None]
-    return {max(fulls, key=_age)} if fulls and len(fulls) < len(parents) else set()
+def next_bases(parents: Mapping[Key, Key | None]) -> set[Key]:
+    """What deltas that are decided may stand on, though it may be older than all that retention keeps: the newest full,
+    and as long as nothing stands on that, the full before it."""
+    fulls = sorted([key for key, parent in parents.items() if parent is None], key=_age)
+    return set(fulls[-1:] if fulls and fulls[-1] in parents.values() else fulls[-2:])
 
 
 def chain_of(key: Key, parents: Mapping[Key, Key | None]) -> list[Key]:

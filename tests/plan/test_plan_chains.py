@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from everstep import Policy
 from everstep.errors import BadOption, Damaged
-from everstep.plan.chains import DELTA, FULL, KNOWN_MAX, Chains, Delta, Key, chain_of
+from everstep.plan.chains import DELTA, FULL, KNOWN_MAX, Chains, Delta, Key, chain_of, next_bases
 from everstep.plan.schedule import Decision, Schedule, merge
 
 
@@ -167,6 +167,13 @@ def test_what_a_key_needs() -> None:
     assert chain_of((1, 3), parents) == [(1, 2), (1, 1)] and chain_of((1, 1), parents) == []
     with pytest.raises(Damaged, match="back"):
         chain_of((1, 1), {(1, 1): (1, 2), (1, 2): (1, 1)})
+
+
+def test_what_the_next_deltas_may_stand_on() -> None:
+    parents: dict[Key, Key | None] = {(1, 1): None, (1, 2): None, (1, 3): None, (1, 4): (1, 2)}
+    assert next_bases(parents) == {(1, 2), (1, 3)}
+    assert next_bases({**parents, (2, 5): (1, 3)}) == {(1, 3)}
+    assert next_bases({}) == set() and next_bases({(1, 4): (1, 2)}) == set()
 
 
 def test_steps_that_were_passed_over() -> None:
