@@ -90,24 +90,10 @@ class Session:
         self.outcomes = Outcomes(policy, record.number, adopted[1] if adopted else None, place.near)
         self._urls = {tier.name: tier.url for tier in place.tiers}
         self._shared = [tier.name for tier in place.shares]
-        shares, room = place.shares, self._unfinished_max
-        self._decisions = Decisions(
-            ranks,
-            policy,
-            start=start,
-            unfinished_max=room,
-            incarnation=record.number,
-            tiers=shares,
-            chains=chains,
-        )
+        self._decisions = self._scheduled(place, start, chains)
+        send = self._send_pending
         self._snapshots = Snapshots(
-            tier,
-            ranks,
-            overlap=overlap,
-            settled=self._send_pending,
-            nodes=nodes,
-            holders=holders,
-            device=device,
+            tier, ranks, overlap=overlap, settled=send, nodes=nodes, holders=holders, device=device
         )
         self._auditor = Auditor(ranks.rank, ranks.world, policy, max(map(len, holders), default=0))
         self._pending: Taken | None = None
@@ -536,6 +522,17 @@ class Session:
             pin = self._pins.pop(progress.step, None)
             if pin is not None:
                 pin.release()
+
+    def _scheduled(self, place: Place, start: int, chains: Chains | None) -> Decisions:
+        return Decisions(
+            self._ranks,
+            self._policy,
+            start=start,
+            unfinished_max=self._unfinished_max,
+            incarnation=self._record.number,
+            tiers=place.shares,
+            chains=chains,
+        )
 
     def _connect(
         self,
