@@ -90,3 +90,30 @@ def test_no_merge_while_a_trainer_loads(root: Path, monkeypatch: pytest.MonkeyPa
     until(lambda: any(one.attempt == 2 for one in stands(root).values()), "a delta is made a full")
     ckpt.close()
     assert everstep.load(root)["model"]["count"] == 8
+
+
+def test_what_is_damaged_is_not_merged(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The delta stays what it is, the trainer hears of it, and later ones are merged."""
+    calm: list[bool] = []
+    monkeypatch.setattr("everstep.agent.tiers.Tiers.is_recovering", lambda self: not calm)
+    work = Adapter()
+    ckpt = deltas(root, full_every=None, max_chain=2)
+    ckpt.load(work.at(0))
+    train(ckpt, work, range(1, 9))
+    (merging, *_) = ckpt.status()["agent"]["merging"]
+    base = stands(root)[merging].base
+    (image,) = (root / "checkpoints" / f"{base:09d}").glob("*/a1/*.safetensors")
+    whole = image.read_bytes()
+    image.write_bytes(whole[:9000] + bytes([whole[9000] ^ 1]) + whole[9001:])
+    calm.append(True)
+    until(lambda: not ckpt.status()["agent"]["merging"], "all merges are over")
+    with pytest.warns(RuntimeWarning, match=f"step {merging}.*{base:09d}"):
+        ckpt.step(9, work.at(9))
+    assert stands(root)[merging][:3] == ("delta", base, 1)
+    assert not list((root / "checkpoints" / f"{merging:09d}").glob("*/a2/*.vote"))
+    image.write_bytes(whole)
+    for step in range(10, 16):
+        ckpt.step(step, work.at(step)).wait()
+    until(lambda: any(one.attempt == 2 for one in stands(root).values()), "a delta is made a full")
+    ckpt.close()
+    assert all(is_bit_equal(root, step, work) for step in (merging, 15))
