@@ -9,7 +9,7 @@ from .backends.api import Backend
 from .errors import CannotTell, Damaged, UnknownFormat
 from .format.manifest import Manifest
 from .format.records import IncarnationRecord
-from .plan.chains import DELTA, KNOWN_MAX, Chains, Key
+from .plan.chains import DELTA, Chains, Key
 from .plan.lineage import Lineage
 from .policy import Policy
 from .store.asking import each
@@ -26,7 +26,7 @@ def known_chains(backend: Backend, policy: Policy, record: IncarnationRecord) ->
     if policy.delta_every is None:
         return None
     try:
-        durable = run_blocking(_durable(backend, record.world))
+        durable = run_blocking(_durable(backend, record.world, 2 * policy.max_chain))
     except (CannotTell, Damaged) as error:
         log.warning(
             "everstep: the first flush is a full, for the checkpoints there cannot be read: %s", error
@@ -35,7 +35,8 @@ def known_chains(backend: Backend, policy: Policy, record: IncarnationRecord) ->
     return Chains(policy.delta_base, policy.max_chain, durable)
 
 
-async def _durable(backend: Backend, world: int) -> dict[Key, Key | None]:
+async def _durable(backend: Backend, world: int, most: int) -> dict[Key, Key | None]:
+    """The ``most`` newest ones, with what they stand on."""
     lineage = Lineage(await read_incarnations(backend))
     counted = [found for found in await list_steps(backend) if lineage.counts(*found.key)]
 
@@ -46,7 +47,7 @@ async def _durable(backend: Backend, world: int) -> dict[Key, Key | None]:
             return None
         return decision if isinstance(decision, Manifest) and decision.world == world else None
 
-    newest = sorted(counted, key=lambda found: found.place)[-KNOWN_MAX:]
+    newest = sorted(counted, key=lambda found: found.place)[-most:]
     manifests = [one for one in await each(newest, read) if one is not None]
     return {(one.incarnation, one.step): one.parent_key for one in manifests}
 

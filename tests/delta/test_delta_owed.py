@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 from everstep.agent.client import Progress
+from everstep.agent.flushes import Flush, Job
 from everstep.agent.journal import JobEntry, LmdbJournal, MergeEntry, MirrorEntry
 from everstep.agent.merging import WAITING_MAX, Merges, merge_of
 from everstep.agent.mirrors import Line
+from everstep.agent.uploads import _spare
 from everstep.outcomes import Outcomes
 from everstep.plan.chains import Key
 
@@ -87,6 +89,16 @@ def test_a_full_takes_the_place_of_its_delta() -> None:
     line._waiting = deque([mirror(6, 3)])
     line._add(mirror(6, attempt=2))
     assert list(line._waiting) == [mirror(6, attempt=2)]
+
+
+def test_what_the_root_goes_without() -> None:
+    def flush(step: int, base: int | None) -> Flush:
+        entry = replace(JOB, step=step, base=None if base is None else (1, base))
+        none: Any = None
+        return Flush(1, step, 1, 1, {0: Job(entry, none)})
+
+    for steps, dropped in (([(1, None), (2, None), (3, None)], 1), ([(4, None), (5, 1), (6, 1)], 5)):
+        assert _spare([flush(*one) for one in steps]).step == dropped
 
 
 def test_of_too_many_merges_the_oldest_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
