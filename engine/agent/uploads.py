@@ -2,8 +2,8 @@
 
 One is uploaded at a time, and tried for as long as it takes. When the shares of more than ``WAITING_MAX`` steps wait
 behind it, the oldest of these steps is given up, a delta before a full, by its abort record at the root, so that no
-node goes on with it; the newest never is. A step whose upload fails makes way once as many wait behind it. Everything here runs on the agent's
-loop.
+node goes on with it; the newest never is. A step whose upload fails makes way once as many wait behind it. Everything
+here runs on the agent's loop.
 """
 
 from __future__ import annotations
