@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -39,6 +40,12 @@ PIECE_BYTES = 8 << 20
 PIECES_MAX = 8
 """Pieces that are decoded side by side by all readers of one :class:`Bases`; each takes three times ``PIECE_BYTES``:
 the base's chunks, payloads, and those of the levels below (one at a time)."""
+
+KEPT_MAX = 64
+"""Checkpoints whose holders, with the votes that they have read, are remembered."""
+
+CHECKED_MAX = 1 << 16
+"""Images that are known to be there."""
 
 RUNS_PARALLEL = 4
 """Stretches of one piece that are read from the base side by side."""
@@ -80,7 +87,8 @@ class Bases:
 
     def __init__(self) -> None:
         self._finders: list[Finder] = []
-        self._found: dict[Key, asyncio.Task[list[Source]]] = {}
+        self._found: OrderedDict[Key, asyncio.Task[list[Source]]] = OrderedDict()
+        self._checked: set[tuple[Key, int, str, str]] = set()
         self._room = asyncio.Semaphore(PIECES_MAX)
         self._free: list[memoryview] = []
         self._told: set[tuple[Key, str]] = set()
@@ -96,6 +104,8 @@ class Bases:
         if task is None:
             task = self._found[key] = asyncio.ensure_future(self._look(key))
             task.add_done_callback(_heard)
+            while len(self._found) > KEPT_MAX:
+                self._found.popitem(last=False)
         try:
             return await asyncio.shield(task)
         except EverstepError:
@@ -123,13 +133,21 @@ class Bases:
 
     async def check(self, delta: ImageRecord, rank: int, name: str) -> None:
         """Whether some holder has the image that ``delta``, called ``name``, is based on, and what that is based on
-        itself; no bytes of it are read. Raises Damaged (of the base), CannotTell."""
+        itself; no bytes of it are read, and what was there once is not asked for again. Raises Damaged (of the base),
+        CannotTell."""
+        assert delta.base is not None and delta.base_key is not None
+        asked = delta.base_key, rank, delta.name, str(delta.base["root"])
+        if asked in self._checked:
+            return
 
         async def ask(source: Source) -> None:
             await _record_at(source, delta, rank)
             await source.check_image(rank, delta.name)
 
         await self._from_one(delta, name, ask)
+        if len(self._checked) >= CHECKED_MAX:
+            self._checked.clear()
+        self._checked.add(asked)
 
     async def _from_one(
         self, delta: ImageRecord, name: str, ask: Callable[[Source], Coroutine[object, object, None]]
@@ -176,19 +194,18 @@ class Bases:
             first, end = piece
             begin, stop = first * chunk_bytes, min(end * chunk_bytes, nbytes)
             async with self._room:
+                # Given back only when all went well: a thread may still be at work in a buffer after a cancellation.
                 spare = self._take(stop - begin)
-                try:
-                    if offset <= begin and stop <= offset + len(view):
-                        out = view[begin - offset : stop - offset]
-                        await self._decode(packed, table, first, end, out, spare, 0)
-                    else:  # chunks that are wanted in part
-                        out = self._take(stop - begin)
-                        await self._decode(packed, table, first, end, out[: stop - begin], spare, 0)
-                        low, high = max(begin, offset), min(stop, offset + len(view))
-                        view[low - offset : high - offset] = out[low - begin : high - begin]
-                        self._give(out)
-                finally:
-                    self._give(spare)
+                if offset <= begin and stop <= offset + len(view):
+                    out = view[begin - offset : stop - offset]
+                    await self._decode(packed, table, first, end, out, spare, 0)
+                else:  # chunks that are wanted in part
+                    out = self._take(stop - begin)
+                    await self._decode(packed, table, first, end, out[: stop - begin], spare, 0)
+                    low, high = max(begin, offset), min(stop, offset + len(view))
+                    view[low - offset : high - offset] = out[low - begin : high - begin]
+                    self._give(out)
+                self._give(spare)
 
         await each(_pieces(offset, len(view), chunk_bytes), one, limit=2)
 
@@ -237,12 +254,10 @@ class Bases:
             await asyncio.to_thread(_unpack, packed, table, first, end, payload, spare, out)
             return
         buffer = self._take(stop - begin)
-        try:
-            payload = buffer[: stop - begin]
-            await both(each(runs, base, limit=RUNS_PARALLEL), packed.read(begin, payload))
-            await asyncio.to_thread(_unpack, packed, table, first, end, payload, spare, out)
-        finally:
-            self._give(buffer)
+        payload = buffer[: stop - begin]
+        await both(each(runs, base, limit=RUNS_PARALLEL), packed.read(begin, payload))
+        await asyncio.to_thread(_unpack, packed, table, first, end, payload, spare, out)
+        self._give(buffer)
 
     async def _base(
         self, packed: PackedObject, first: int, end: int, out: memoryview, spare: memoryview, depth: int

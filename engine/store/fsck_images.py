@@ -20,7 +20,7 @@ from everstep.plan.coverage import check_coverage
 from .asking import each
 from .catalog import read_layout
 from .proving import bad_chunks, changed_chunk, check_record
-from .sources import DurableSource
+from .sources import DurableSource, bases_at
 from .streaming import ReadInto
 
 IMAGES_PARALLEL = 4
@@ -55,6 +55,7 @@ class Images:
         self.chunk_bytes = chunk_bytes
         self.quick = quick or chunk_bytes is None
         self.named: set[str] = set()
+        self.bases = bases_at([backend], chunk_bytes or 1)
         self._progress = progress
         self._done = 0
         self._total = 0

@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from everstep.backends import points
 from everstep.backends.count import Counting
 from everstep.backends.files import LocalBackend
 from everstep.errors import BadOption
 from everstep.format import names, packed
 from everstep.format.layout import Box, EntrySpec, Scope, build_layout
-from everstep.format.manifest import Abort
+from everstep.format.manifest import Abort, Tombstone, encode_decision
 from everstep.format.vote import STATE_IMAGE
 from everstep.plan.reads import plan_reads
 from everstep.store import bases, packing
-from everstep.store.catalog import read_decision_at
+from everstep.store.catalog import list_step, read_decision, read_decision_at
 from everstep.store.commit import try_commit
 from everstep.store.fill import fill
 from everstep.store.rotate import rotate
@@ -220,6 +221,30 @@ def test_a_rank_may_be_full_where_others_are_deltas(tmp_path: Path) -> None:
         decision = await try_commit(backend, 2, 1, 1, kit.WORLD)
         assert isinstance(decision, store_kit.Manifest) and decision.parent_key == (1, 1)
         await kit.load([kit.source_of(backend, decision)], STATES)
+
+    kit.on(tmp_path, work)
+
+
+def test_a_delta_whose_base_is_removed_in_the_very_moment_goes_too(tmp_path: Path) -> None:
+    """The base's tombstone comes between the look at the base and the manifest, as only the other side can see."""
+
+    async def work(backend: LocalBackend) -> None:
+        full = await kit.save(backend, 1, STATES)
+        for rank in range(kit.WORLD):
+            await kit.flush(backend, 2, rank, STATES[rank], kit.source_of(backend, full))
+
+        def bury(point: str, detail: str) -> None:
+            if point == "manifest.before":
+                tombstone = Tombstone(1, 1, 2, "retention", "2026-01-31T12:00:00Z")
+                (tmp_path / "run" / names.decision(1, 1, 2)).write_bytes(encode_decision(tombstone))
+
+        points.hook = bury
+        try:
+            decision = await try_commit(backend, 2, 1, 1, kit.WORLD)
+        finally:
+            points.hook = None
+        assert isinstance(decision, Abort) and "its base, step 1" in decision.reason
+        assert isinstance(await read_decision(backend, await list_step(backend, 2, 1)), Tombstone)
 
     kit.on(tmp_path, work)
 

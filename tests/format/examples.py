@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import struct
 from typing import Any
 
 from everstep.format import hashing, layout, names, packed, vote
@@ -182,6 +183,16 @@ def delta_images() -> dict[str, tuple[bytes, bytes]]:
         image = base[:CHUNK_BYTES] + changed
         found[name] = image, changed + packed.encode_tail(len(image), CHUNK_BYTES, rows)
     return found
+
+
+def payload() -> tuple[bytes, bytes, bytes]:
+    """Payload of a chunk of eight float32 in encoding 5, the base's chunk, and the chunk: two of its numbers are one
+    and two steps of the last bit above the base's, one is one below."""
+    base = struct.pack("<8f", *[1.0] * 8)
+    chunk = struct.pack("<8I", *[0x3F800000 + step for step in (0, 1, -1, 2, 0, 0, 0, 0)])
+    lowest = struct.pack("<BIBIBI", 3, 3, 0, 1, 0, 3)
+    table = struct.pack("<IBB", 32, 4, 2) + lowest + 3 * struct.pack("<BI", 2, 0)
+    return struct.pack("<I", len(table)) + table + bytes([0b1110, 2, 1, 4]), base, chunk
 
 
 def delta_vote() -> Vote:

@@ -30,6 +30,7 @@ from .examples import (
     example_manifest,
     example_vote,
     layout_with_copies,
+    payload,
 )
 
 PAGE = Path(__file__).parents[2] / "engine" / "FORMAT.md"
@@ -127,6 +128,7 @@ def worked() -> dict[str, str]:
         "vote": hex_dump(vote),
         "gather": hex_dump(encode_gather([vote])),
         "packed": hex_dump(delta_images()["model"][1]),
+        "payload": hex_dump(payload()[0]),
         "nodes": example_nodes(),
         "state": hex_dump(example_state()),
     }
