@@ -19,9 +19,8 @@ COMMANDS = [
     "unpin",
     "gc",
     "clean-memory",
-    "demo",
-    "bench",
 ]
+COMMANDS += ["demo", "bench"]
 HELP_CPU_S_MAX = 0.3
 
 
