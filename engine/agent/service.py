@@ -504,6 +504,7 @@ class Service:
             self._rotated,
             lambda: self.tiers.owed() | self._pipeline.bases(),
         )
+        self._rotator.deltas = self.settings.deltas
         await self.tiers.open(self._guarded, record)
         me = Process.current()
         self._events = EventLog(
