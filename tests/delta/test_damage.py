@@ -14,6 +14,7 @@ from everstep.format import names, packed
 from everstep.format.manifest import Manifest
 from everstep.store.findings import Kind, Severity
 from everstep.store.fsck import check
+from everstep.store.fsck_images import Images
 from everstep.store.rotate import rotate
 from everstep.store.sources import DurableSource, bases_at
 
@@ -92,24 +93,26 @@ def test_a_damaged_object_is_named_and_the_next_holder_serves(tmp_path: Path, wh
     kit.on(tmp_path, work)
 
 
-def test_fsck_finds_what_decoding_does_not_need(tmp_path: Path) -> None:
-    """A byte that no payload claims cannot be: but one that decodes to the same bytes could."""
+@pytest.mark.parametrize("off", ["_object", "_chunks"])
+def test_fsck_reads_objects_and_what_they_decode_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, off: str
+) -> None:
+    """Either look finds a damaged payload by itself; a damaged base only the one that decodes."""
+
+    async def nothing(*_: object) -> None:
+        pass
 
     async def work(backend: LocalBackend) -> None:
-        _, delta = await two(backend, STATES)
-        source = kit.source_of(backend, delta)
-        record = (await source.records(0))["model"]
-        assert record.stored is not None and record.stored.nbytes == TAIL, "all chunks are references"
+        await two(backend)
+        monkeypatch.setattr(Images, off, nothing)
+        assert await findings(backend) == {}
         path = tmp_path / "run" / OBJECT
         data = path.read_bytes()
-        # Another table with all its hashes right, which decodes to the same image.
-        rows = [(packed.REFERENCE, 0)] * (COUNT - 1)
-        last = bytes(STATES[0]["model"][(COUNT - 1) * kit.CHUNK :])
-        other = last + packed.encode_tail(NBYTES, kit.CHUNK, [*rows, (packed.PLAIN, len(last))])
-        path.write_bytes(other)
-        assert list(await findings(backend)) == [OBJECT], "by its size"
+        path.write_bytes(flipped(20_000)(data))
+        assert list(await findings(backend)) == [OBJECT]
         path.write_bytes(data)
-        assert await findings(backend) == {}
+        shutil.rmtree(tmp_path / "run" / names.attempt_dir(1, 1, 1))
+        assert any(name.startswith(names.checkpoint_dir(1, 1)) for name in await findings(backend))
 
     kit.on(tmp_path, work)
 
