@@ -235,6 +235,7 @@ def test_the_public_face_is_the_documented_one() -> None:
         "errors",
         "flat_range",
         "load",
+        "pin",
         "plan_memory",
         "register",
         "save",
