@@ -11,9 +11,10 @@ from typing import Any, Literal, TypeGuard
 
 from .errors import BadOption
 from .peers.address import split_address
+from .plan.chains import DELTA_BASES, MAX_CHAIN_MAX
 from .plan.pace import parse_rate
 from .plan.retention import RETENTION_FIELDS, Retention
-from .plan.schedule import AUTO, parse_duration, parse_every
+from .plan.schedule import AUTO, Every, parse_duration, parse_every
 
 SHARED_MEMORY = Path("/dev/shm")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
@@ -141,6 +142,13 @@ class Policy:
     ``keep_incarnations`` incarnations, also of those that were given up; what is pinned (``everstep pin``); and
     whatever these are deltas of. The rest is removed after each commit.
 
+    ``delta_every`` (steps or time) makes the flushes between fulls *deltas*: what has changed against a durable
+    checkpoint, their base, which stays as long as they need it. ``delta_base="full"``: against the newest full;
+    ``"previous"``: against the newest checkpoint that is fewer than ``max_chain`` deltas away from a full. Once
+    ``max_chain`` deltas stand on one full, the agent makes the newest of them a full by itself, in the background: so
+    chains stay short with ``full_every=None``, too. What a rank cannot store against the base (its layout has changed,
+    the base is damaged) it stores in full. ``compress="zstd"`` compresses full images as well.
+
     ``on_slow`` says what happens when a flush is due while others are unfinished: ``"skip"`` it, ``"wait"`` in
     the training loop, or ``"supersede"`` the unfinished one. ``on_failure`` says what a failed flush does:
     ``"warn"`` (and raise after ``failures_max`` in a row; None: never) or ``"raise"`` at the next call.
@@ -171,6 +179,10 @@ class Policy:
 
     snapshot_every: int | str | None = 1
     full_every: int | str | None = "10m"
+    delta_every: int | str | None = None
+    delta_base: Literal["full", "previous"] = "full"
+    max_chain: int = 16
+    compress: Literal["zstd"] | None = None
     keep_last: int = 3
     keep_every: int | None = None
     keep_interval: str | None = None
@@ -234,6 +246,7 @@ class Policy:
                     f"Policy({name}=) must be a positive, finite number of seconds", found=repr(value)
                 )
         parse_every(self.snapshot_every, "Policy(snapshot_every=)")
+        _check_deltas(self)
         _check_flushes(self)
 
     @property
@@ -242,9 +255,40 @@ class Policy:
         return _retention(self)
 
 
+def _check_deltas(policy: Policy) -> None:
+    if policy.delta_base not in DELTA_BASES:
+        raise BadOption(
+            "Policy(delta_base=) is unknown", found=policy.delta_base, expected=" or ".join(DELTA_BASES)
+        )
+    if not _is_whole(policy.max_chain) or not 1 <= policy.max_chain <= MAX_CHAIN_MAX:
+        raise BadOption(
+            "Policy(max_chain=) is out of range",
+            found=repr(policy.max_chain),
+            expected=f"1 to {MAX_CHAIN_MAX}",
+        )
+    if policy.compress not in (None, "zstd"):
+        raise BadOption("Policy(compress=) is unknown", found=policy.compress, expected="'zstd' or None")
+    delta = parse_every(policy.delta_every, "Policy(delta_every=)")
+    full = None if policy.full_every == AUTO else parse_every(policy.full_every, "Policy(full_every=)")
+    if delta is not None and full is not None and not _shorter(delta, full):
+        raise BadOption(
+            "Policy(delta_every=) is no shorter than the interval between fulls",
+            found=(policy.delta_every, policy.full_every),
+            expected="deltas between fulls",
+        )
+
+
+def _shorter(one: Every, other: Every) -> bool:
+    """Whether that is so, or cannot be told: of steps and time."""
+    if one.steps is not None and other.steps is not None:
+        return one.steps < other.steps
+    return one.seconds is None or other.seconds is None or one.seconds < other.seconds
+
+
 def _check_flushes(policy: Policy) -> None:
     every = policy.full_every
     full = None if every == AUTO else parse_every(every, "Policy(full_every=)")
+    delta = parse_every(policy.delta_every, "Policy(delta_every=)")
     mtbf_s = parse_duration(policy.mtbf, "Policy(mtbf=)")
     if (every == AUTO) != (mtbf_s is not None):
         raise BadOption(
@@ -253,13 +297,14 @@ def _check_flushes(policy: Policy) -> None:
             expected='mtbf="6h", say: the mean time between failures of the whole job',
         )
     unsaved = parse_every(policy.max_unsaved, "Policy(max_unsaved=)")
-    if unsaved is None or full is None:
+    between = delta or full
+    if unsaved is None or between is None:
         return
-    if (unsaved.steps or 0) <= (full.steps or 0) and (unsaved.seconds or 0) <= (full.seconds or 0):
+    if (unsaved.steps or 0) <= (between.steps or 0) and (unsaved.seconds or 0) <= (between.seconds or 0):
         raise BadOption(
             "Policy(max_unsaved=) is no longer than the interval between flushes",
-            found=(policy.max_unsaved, every),
-            expected="time for a flush, and for one that fails, on top of full_every",
+            found=(policy.max_unsaved, policy.delta_every or every),
+            expected="time for a flush, and for one that fails, on top of it",
         )
 
 

@@ -11,6 +11,7 @@ from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError
 from everstep.backends.points import reach
 from everstep.errors import EverstepError
+from everstep.plan.chains import next_bases
 from everstep.plan.retention import Retention
 from everstep.store.rotate import Key, RotationReport, rotate
 from everstep.store.shelf import Shelf
@@ -34,6 +35,8 @@ class Rotator:
         owed: Callable[[], set[Key]] = set,
     ) -> None:
         self.retention = retention
+        self.deltas = False
+        """Whether deltas are written: what the next ones may stand on stays."""
         self._backend = backend
         self._fence = fence
         self._in_use = in_use
@@ -85,7 +88,8 @@ class Rotator:
         self._shelf.records = self._fence.known
         records = list(self._fence.known.values())
         look = await patiently(lambda: self._shelf.look(self._backend, records))
-        plan = look.plan(self.retention, self._owed())
+        parents = {key: facts.parent for key, facts in look.facts.items() if look.lineage.counts(*key)}
+        plan = look.plan(self.retention, self._owed() | (next_bases(parents) if self.deltas else set()))
         reach("agent.rotate.before", str(incarnation))
 
         async def is_superseded() -> bool:
@@ -103,5 +107,6 @@ class Rotator:
                 is_gone=is_gone,
                 shelf=self._shelf,
                 look=look,
+                held=self._owed,
             )
         )

@@ -86,6 +86,8 @@ class AgentSettings:
     heartbeat_s: float = HEARTBEAT_S
     heartbeat_timeout_s: float = 4 * HEARTBEAT_S
     tiers: tuple[TierSettings, ...] = ()
+    deltas: bool = False
+    compress: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
@@ -104,6 +106,8 @@ class AgentSettings:
             "heartbeat_s": self.heartbeat_s,
             "heartbeat_timeout_s": self.heartbeat_timeout_s,
             "tiers": [tier.to_wire() for tier in self.tiers],
+            "deltas": self.deltas,
+            "compress": self.compress,
             "options": dict(self.options),
             "environment": dict(self.environment),
         }
@@ -153,6 +157,9 @@ class Progress:
     still tried), mirror_dropped (it will not get there). Of the node's own tier, whose url ``tier`` is: staged (of a
     rank: its slot is free; of the step: all shares of this node's ranks are durable there) and unstaged (it failed; the
     step goes straight to the root). upload_failing: the root fails, and is tried again.
+    Of deltas: unbased (a rank's share was stored in full, for its base cannot be used), merged (the checkpoint is a
+    full now) and unmerged (it stays a delta). ``kind`` and ``base`` (incarnation, step) say what was committed, ""
+    where that is not told.
     ``error`` is an error's
     ``to_wire()``; ``seconds`` count from the acceptance of the flush; ``rank`` is the rank that it speaks of
     (-1: the whole step).
@@ -167,3 +174,5 @@ class Progress:
     seconds: float = 0.0
     nbytes: int = 0
     rank: int = -1
+    kind: str = ""
+    base: tuple[int, int] | None = None

@@ -12,7 +12,7 @@ removed.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from everstep.backends.api import Backend, Item
@@ -73,6 +73,10 @@ def _nobody_is_gone(incarnation: int) -> bool:
     return False
 
 
+def _nothing_held() -> Collection[Key]:
+    return ()
+
+
 def _all(found: StepNames) -> bool:
     return True
 
@@ -88,17 +92,21 @@ async def rotate(
     clock: Callable[[], float] = time.time,
     shelf: Shelf | None = None,
     look: Look | None = None,
+    held: Callable[[], Collection[Key]] = _nothing_held,
 ) -> RotationReport:
     """Remove what ``plan`` removes, finish what an earlier rotation began, collect leftover attempts.
 
     ``is_superseded`` is asked again before every removal: a superseded writer deletes nothing. ``is_gone``
     says of an incarnation that its writer is provably dead; only then are its undecided attempts given up.
     ``among`` says which checkpoints' directories are looked at. ``shelf`` remembers what was read before; ``look`` is
-    the one that the plan comes from: its expired pins are collected, and nothing is listed again.
+    the one that the plan comes from: its expired pins are collected, and nothing is listed again. ``held`` are what
+    this process needs at the moment, as the bases of flushes under way: asked before each tombstone, and behind it.
     Raises CannotTell, SaveFailed: what was done stays done, the rest is for the next rotation.
     """
     report = RotationReport()
-    work = _Rotation(backend, report, shelf or Shelf(clock=clock), is_superseded, tombstone_wait_s, clock)
+    work = _Rotation(
+        backend, report, shelf or Shelf(clock=clock), is_superseded, tombstone_wait_s, clock, held
+    )
     steps = await list_steps(backend, empty=True) if look is None else look.steps
     keep = {key for key, _ in plan.keep}
     remove = set(plan.remove) - keep
@@ -154,6 +162,7 @@ class _Rotation:
     is_superseded: Callable[[], Awaitable[bool]]
     tombstone_wait_s: float
     clock: Callable[[], float]
+    held: Callable[[], Collection[Key]]
 
     def only_waits(self, found: StepNames, tombstone: Tombstone) -> bool:
         """Whether nothing is left but the tombstone, which still has to stand."""
@@ -194,8 +203,9 @@ class _Rotation:
     async def _bury(self, found: StepNames) -> _Grave | None:
         kept = self.report.kept
         in_flight = [attempt for attempt in found.attempts if attempt > max(found.decisions)]
-        if in_flight:
-            kept.append((found.key, f"attempt {in_flight[0]} is not decided"))
+        if in_flight or found.key in self.held():
+            why = f"attempt {in_flight[0]} is not decided" if in_flight else "it is in use"
+            kept.append((found.key, why))
             return None
         try:
             manifest = await read_decision(self.backend, found)
@@ -231,7 +241,7 @@ class _Rotation:
         superseded = False
         if whole:
             try:
-                needed = needed_by(await self.shelf.look(self.backend), _facts(whole))
+                needed = needed_by(await self.shelf.look(self.backend), _facts(whole), self.held())
                 superseded = fresh and await self.is_superseded()
             except EverstepError:
                 await self._put_back(whole.values())  # what cannot be seen may be there
@@ -294,12 +304,14 @@ def _facts(graves: Mapping[Key, _Grave]) -> dict[Key, Facts]:
     return {key: facts_of(grave.manifest) for key, grave in graves.items() if grave.manifest is not None}
 
 
-def needed_by(look: Look, buried: Mapping[Key, Facts]) -> dict[Key, str]:
+def needed_by(look: Look, buried: Mapping[Key, Facts], held: Collection[Key] = ()) -> dict[Key, str]:
     """Which of the checkpoints under tombstones (of which all is there still) must come back, and why: those that are
-    pinned; what a delta stands on that is not among them, or may; the newest that counts, where nothing newer can be
-    loaded instead of it, so that whoever adopted it (or will load next) needs it; and the bases of all these."""
+    pinned, or ``held``; what a delta stands on that is not among them, or may; the newest that counts, where nothing
+    newer can be loaded instead of it, so that whoever adopted it (or will load next) needs it; and the bases of all
+    these."""
     standing = {key: facts for key, facts in look.facts.items() if key not in buried}
     needed = {key: f"pinned: {look.pinned[key]}" for key in buried if key in look.pinned}
+    needed |= {key: "it is in use" for key in buried if key in held and key not in needed}
     leaning = [(facts.parent, key) for key, facts in standing.items() if facts.parent is not None]
     leaning += [(base, key) for base, key in look.leaning if key not in buried]
     for base, key in leaning:
@@ -418,7 +430,9 @@ async def _collect(
         undecided = False
         for attempt in found.attempts:
             decision = await _decision_of(backend, found, attempt)
-            if attempt not in found.decisions and (gone or past):
+            # Above a manifest it may be a full in the making, which takes its time.
+            left = past and not seen.stands
+            if attempt not in found.decisions and (gone or left):
                 directory = names.attempt_dir(*found.place, attempt)
                 if await _drop_empty(backend, directory, names.vote(*found.place, attempt, 0), report):
                     continue
