@@ -32,9 +32,11 @@ from .phases import PhaseFailed, Phases
 from .ranks import Ranks
 from .reading import Filled, Reading
 from .staged import finish_staged
+from .store.bases import Bases
 from .store.blocking import run_blocking
 from .store.catalog import list_step, read_decision
-from .store.sources import TIER, DurableSource, Source
+from .store.sources import TIER, DurableSource, Source, bases_at
+from .store.staged import bases_near
 
 log = logging.getLogger("everstep")
 
@@ -334,19 +336,27 @@ class Loader:
     ) -> tuple[list[DurableSource], EverstepError | None]:
         """What the durable tiers that all nodes share have of it, and what is wrong with the first that has not."""
         sources: list[DurableSource] = []
+        bases = self._bases(run)
         problem: EverstepError | None = None
         for number in candidate.places:
             try:
-                source = open_durable(self._places[number], run, candidate.key)
+                source = open_durable(self._places[number], run, candidate.key, bases)
                 source.kind = TIER if number else source.kind
                 sources.append(source)
             except EverstepError as error:  # the next holder may do
                 problem = problem or error
         return sources, problem
 
+    def _bases(self, run: RunRecord) -> Bases:
+        """Finds what deltas are based on, wherever it lies."""
+        if self._near is None:
+            return bases_at(self._places, run.chunk_bytes)
+        return bases_near(self._near, self._places, run)
 
-def open_durable(backend: Backend, run: RunRecord, key: Key) -> DurableSource:
-    """The checkpoint ``key`` on the backend. Pruned if it is being removed, Damaged if nothing decides for it."""
+
+def open_durable(backend: Backend, run: RunRecord, key: Key, bases: Bases | None = None) -> DurableSource:
+    """The checkpoint ``key`` on the backend; ``bases`` finds what it is based on. Pruned if it is being removed,
+    Damaged if nothing decides for it."""
 
     async def read() -> Manifest:
         decision = await read_decision(backend, await list_step(backend, key[1], key[0]))
@@ -354,7 +364,7 @@ def open_durable(backend: Backend, run: RunRecord, key: Key) -> DurableSource:
             return decision
         raise Pruned(f"step {key[1]} (incarnation {key[0]}) was removed meanwhile", step=key[1])
 
-    return DurableSource(backend, run_blocking(read()), run.chunk_bytes)
+    return DurableSource(backend, run_blocking(read()), run.chunk_bytes, bases=bases)
 
 
 def _no_such_step(step: int, url: str, steps: Sequence[int]) -> NoCheckpoint:

@@ -25,6 +25,7 @@ from .phases import Phases
 from .plan.lineage import Lineage
 from .plan.shares import Needs, mostly_needed
 from .ranks import Ranks
+from .store.bases import CHAIN_MAX
 from .store.blocking import run_blocking
 from .store.catalog import list_step, list_steps, read_decision
 from .store.mirror import conclude, copy_records, mend_rank, standing
@@ -56,13 +57,14 @@ class Mending:
         self._able = False
 
     def mend_shared(self, ranks: Ranks, places: Sequence[Backend], candidate: Candidate) -> Candidate:
-        """Write again, at every one of ``places`` (nearest first) but the farthest, what is not as it was committed;
+        """Write again, at every one of ``places`` (nearest first) but the farthest, what is not as it was committed, of
+        the checkpoint and of those that it is based on;
         what retention removed somewhere stays removed there. ``candidate``, with the places that have it now."""
         if len(places) == 1 or not candidate.places:
             return candidate
 
         def share() -> int:
-            return run_blocking(_mend(places, candidate.key, ranks.rank, ranks.world))
+            return run_blocking(_mend_chain(places, candidate.key, ranks.rank, ranks.world))
 
         try:
             sent = ranks.together(WHAT, share, timeout_s=self._timeout_s)
@@ -174,7 +176,7 @@ def with_near(near: Backend, sources: Sequence[Source], run: RunRecord) -> list[
     if farther:
         manifest = farther[0].manifest
         try:
-            found = run_blocking(near_source(near, manifest, run))
+            found = run_blocking(near_source(near, manifest, run, farther[0].bases))
         except EverstepError as error:
             log.warning("everstep: step %d is read from farther away: %s", manifest.step, error)
         else:
@@ -190,6 +192,22 @@ def _farther(sources: Sequence[Source]) -> list[DurableSource]:
         for source in sources
         if isinstance(source, DurableSource) and not isinstance(source, NodeSource)
     ]
+
+
+async def _chain(places: Sequence[Backend], key: Key) -> list[Key]:
+    """The checkpoint and what it is based on, the latter first."""
+    found = [key]
+    while len(found) <= CHAIN_MAX:
+        manifests = [await _at(place, found[0]) for place in places]
+        parent = next((one.parent_key for one in manifests if one is not None), None)
+        if parent is None:
+            break
+        found.insert(0, parent)
+    return found
+
+
+async def _mend_chain(places: Sequence[Backend], key: Key, rank: int, world: int) -> int:
+    return sum([await _mend(places, one, rank, world) for one in await _chain(places, key)])
 
 
 async def _mend(places: Sequence[Backend], key: Key, rank: int, world: int) -> int:
@@ -227,7 +245,8 @@ def _conclude_all(places: Sequence[Backend], candidate: Candidate) -> tuple[list
     """The places that have the checkpoint after all ranks' shares were seen to, and what went wrong."""
 
     async def conclude_all() -> list[int]:
-        await _conclude(places, candidate.key)
+        for one in await _chain(places, candidate.key):
+            await _conclude(places, one)
         return [at for at, place in enumerate(places) if await _at(place, candidate.key)]
 
     try:
