@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ PIECE_BYTES = 8 << 20
 """What is decoded at once, or one chunk where chunks are larger: one read of payloads, one of the base."""
 
 PIECES_MAX = 8
-"""Pieces that are decoded side by side by all readers of one :class:`Bases`; each takes three times ``PIECE_BYTES``:
+"""Most pieces that are decoded side by side by all readers of one :class:`Bases`; each takes three times ``PIECE_BYTES``:
 the base's chunks, payloads, and those of the levels below (one at a time)."""
 
 KEPT_MAX = 64
@@ -89,7 +90,8 @@ class Bases:
         self._finders: list[Finder] = []
         self._found: OrderedDict[Key, asyncio.Task[list[Source]]] = OrderedDict()
         self._checked: set[tuple[Key, int, str, str]] = set()
-        self._room = asyncio.Semaphore(PIECES_MAX)
+        # More than two for a core only make more memory be touched for the first time.
+        self._room = asyncio.Semaphore(min(PIECES_MAX, 2 * len(os.sched_getaffinity(0))))
         self._free: list[memoryview] = []
         self._told: set[tuple[Key, str]] = set()
 
