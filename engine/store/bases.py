@@ -39,8 +39,8 @@ PIECE_BYTES = 8 << 20
 """What is decoded at once, or one chunk where chunks are larger: one read of payloads, one of the base."""
 
 PIECES_MAX = 8
-"""Most pieces that are decoded side by side by all readers of one :class:`Bases`; each takes three times ``PIECE_BYTES``:
-the base's chunks, payloads, and those of the levels below (one at a time)."""
+"""Most pieces that are decoded side by side by all readers of one :class:`Bases`. Each takes three times
+``PIECE_BYTES``: the base's chunks, payloads, and those of the levels below (one at a time)."""
 
 KEPT_MAX = 64
 """Checkpoints whose holders, with the votes that they have read, are remembered."""
@@ -137,8 +137,9 @@ class Bases:
         """Whether some holder has the image that ``delta``, called ``name``, is based on, and what that is based on
         itself; no bytes of it are read, and what was there once is not asked for again. Raises Damaged (of the base),
         CannotTell."""
-        assert delta.base is not None and delta.base_key is not None
-        asked = delta.base_key, rank, delta.name, str(delta.base["root"])
+        assert delta.base is not None
+        key = delta.base["incarnation"], delta.base["step"]
+        asked = key, rank, delta.name, str(delta.base["root"])
         if asked in self._checked:
             return
 
