@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,8 +39,8 @@ PIECE_BYTES = 8 << 20
 """What is decoded at once, or one chunk where chunks are larger: one read of payloads, one of the base."""
 
 PIECES_MAX = 8
-"""Pieces that are decoded side by side by all readers of one :class:`Bases`; each takes three times ``PIECE_BYTES``:
-the base's chunks, payloads, and those of the levels below (one at a time)."""
+"""Most pieces that are decoded side by side by all readers of one :class:`Bases`. Each takes three times
+``PIECE_BYTES``: the base's chunks, payloads, and those of the levels below (one at a time)."""
 
 KEPT_MAX = 64
 """Checkpoints whose holders, with the votes that they have read, are remembered."""
@@ -89,7 +90,8 @@ class Bases:
         self._finders: list[Finder] = []
         self._found: OrderedDict[Key, asyncio.Task[list[Source]]] = OrderedDict()
         self._checked: set[tuple[Key, int, str, str]] = set()
-        self._room = asyncio.Semaphore(PIECES_MAX)
+        # More than two for a core only make more memory be touched for the first time.
+        self._room = asyncio.Semaphore(min(PIECES_MAX, 2 * len(os.sched_getaffinity(0))))
         self._free: list[memoryview] = []
         self._told: set[tuple[Key, str]] = set()
 
@@ -135,8 +137,9 @@ class Bases:
         """Whether some holder has the image that ``delta``, called ``name``, is based on, and what that is based on
         itself; no bytes of it are read, and what was there once is not asked for again. Raises Damaged (of the base),
         CannotTell."""
-        assert delta.base is not None and delta.base_key is not None
-        asked = delta.base_key, rank, delta.name, str(delta.base["root"])
+        assert delta.base is not None
+        key = delta.base["incarnation"], delta.base["step"]
+        asked = key, rank, delta.name, str(delta.base["root"])
         if asked in self._checked:
             return
 
