@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from everstep.errors import Superseded
+from everstep.errors import NotARun, Superseded
 
 from .protocol import News
 from .values import NO_STEP, Progress
@@ -29,3 +29,14 @@ def superseded_news(incarnation: int, newest: int, tier: str) -> News:
         expected=f"none above {incarnation}",
     )
     return news_of(Progress(NO_STEP, incarnation, 0, tier, "superseded", error.to_wire()))
+
+
+def gone_news(incarnation: int, root: str, found: str, expected: str) -> News:
+    """That the run was deleted, or replaced by another."""
+    error = NotARun(
+        f"the run under {root} is gone: it was deleted, or replaced, while it was being written",
+        found=found,
+        expected=expected,
+        hint="Nothing becomes durable there any more; start the job anew",
+    )
+    return news_of(Progress(NO_STEP, incarnation, 0, root, "run_gone", error.to_wire()))

@@ -20,7 +20,7 @@ from everstep.backends.api import Backend, Notes
 from everstep.backends.errors import BackendError
 from everstep.backends.limit import RateLimited
 from everstep.backends.open import is_local
-from everstep.errors import AgentError, EverstepError, NotARun
+from everstep.errors import AgentError, EverstepError
 from everstep.format.manifest import Manifest
 from everstep.format.records import RunRecord
 from everstep.memory.arena import Arena
@@ -38,7 +38,7 @@ from .flushes import Flush
 from .guard import SameRun
 from .journal import GuardEntry, JobEntry, Journal, NoJournal, Notebook, Uploading
 from .members import FLUSHED, KEPT, Member, Members, find_snapshot, open_arena
-from .news import event_of, news_of, superseded_news
+from .news import event_of, gone_news, news_of, superseded_news
 from .orphans import Orphans
 from .pacing import Pacing
 from .pipeline import Pipeline
@@ -434,15 +434,9 @@ class Service:
             return
         root = self.settings.root
         log.error("the run under %s is gone (%s is there); leaving", root, found)
-        error = NotARun(
-            f"the run under {root} is gone: it was deleted, or replaced, while it was being written",
-            found=found,
-            expected=self._run.run_id if self._run is not None else "a run",
-            hint="Nothing becomes durable there any more; start the job anew",
-        )
-        news = Progress(NO_STEP, self.members.newest, 0, root, "run_gone", error.to_wire())
+        expected = self._run.run_id if self._run is not None else "a run"
         for peer in list(self._registered):
-            peer.send(news_of(news))
+            peer.send(gone_news(self.members.newest, root, found, expected))
         self.leave()
 
     def report(self, progress: Progress) -> None:
