@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeGuard
 from .errors import BadOption
 from .peers.address import split_address
 from .plan.pace import parse_rate
+from .plan.retention import RETENTION_FIELDS, Retention
 from .plan.schedule import AUTO, parse_duration, parse_every
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -131,7 +132,14 @@ class Policy:
     """When what is written and kept.
 
     ``snapshot_every`` and ``full_every`` are steps (an int) or a time ("90s", "10m", "2h"); None: never by
-    itself. ``keep_last`` newest checkpoints stay, and every one whose step ``keep_every`` divides.
+    itself.
+
+    What stays: the ``keep_last`` newest checkpoints; every one whose step ``keep_every`` divides; one in each
+    ``keep_interval`` ("6h"); the ``keep_best`` best by a metric of ``step(metrics=)`` or ``save(metrics=)`` that
+    ``best`` names, with the way that is better: ``best="min:loss"``, ``"max:accuracy"`` (where it is missing or not
+    finite, the checkpoint is none of the best; of equal ones the newer is better); the newest of each of the last
+    ``keep_incarnations`` incarnations, also of those that were given up; what is pinned (``everstep pin``); and
+    whatever these are deltas of. The rest is removed after each commit.
 
     ``on_slow`` says what happens when a flush is due while others are unfinished: ``"skip"`` it, ``"wait"`` in
     the training loop, or ``"supersede"`` the unfinished one. ``on_failure`` says what a failed flush does:
@@ -165,6 +173,10 @@ class Policy:
     full_every: int | str | None = "10m"
     keep_last: int = 3
     keep_every: int | None = None
+    keep_interval: str | None = None
+    keep_best: int | None = None
+    best: str | None = None
+    keep_incarnations: int | None = None
     on_slow: Literal["skip", "wait", "supersede"] = "skip"
     on_failure: Literal["warn", "raise"] = "warn"
     failures_max: int | None = 5
@@ -182,10 +194,7 @@ class Policy:
     heartbeat_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
-            optional = name == "keep_every" and value is None
-            if not optional and (not _is_whole(value) or value < 1):
-                raise BadOption(f"Policy({name}=) must be a whole number, at least 1", found=repr(value))
+        _retention(self)
         if self.failures_max is not None and (not _is_whole(self.failures_max) or self.failures_max < 1):
             raise BadOption(
                 "Policy(failures_max=) must be a whole number, at least 1", found=repr(self.failures_max)
@@ -227,6 +236,11 @@ class Policy:
         parse_every(self.snapshot_every, "Policy(snapshot_every=)")
         _check_flushes(self)
 
+    @property
+    def retention(self) -> Retention:
+        """What stays at the root."""
+        return _retention(self)
+
 
 def _check_flushes(policy: Policy) -> None:
     every = policy.full_every
@@ -256,14 +270,16 @@ class Tier:
     environment). The node's agent copies to it what has become durable at the root, while training goes on.
 
     ``name`` is what handles and ``everstep status`` call it (default: the URL's scheme). ``every`` says which flushes
-    go there: each n-th, the first included, or one in each interval ("1h"); an explicit ``save`` and the last snapshot
-    at ``close`` always do. ``keep_last`` and ``keep_every`` are this tier's own retention. ``rate`` limits what a node
-    sends to it: bytes per second, a share of what the way there is measured to do, "adaptive" (as fast as training does
-    not become slower), or None.
+    go there: each n-th, the first included, or one in each interval ("1h"); an explicit ``save`` and the last
+    snapshot at ``close`` always do. ``keep_last``, ``keep_every``, ``keep_interval``, ``keep_best`` with ``best``,
+    and ``keep_incarnations`` are this tier's own retention, as in ``Policy``. ``rate`` limits what a node sends to
+    it: bytes per second, a share of what the way there is measured to do, "adaptive" (as fast as training does not
+    become slower), or None.
 
-    ``scope="node"`` is a directory of each node's own (NVMe) between memory and a root that is slow, at most one, named
-    "nvme": every flush is written there first, which frees its slot, and uploaded to the root from there, also after
-    the agent died or the node was rebooted. Its retention removes nothing newer than the newest checkpoint at the root.
+    ``scope="node"`` is a directory of each node's own (NVMe) between memory and a root that is slow, at most one,
+    named "nvme": every flush is written there first, which frees its slot, and uploaded to the root from there, also
+    after the agent died or the node was rebooted. Its retention (``keep_last``, ``keep_every``) removes nothing newer
+    than the newest checkpoint at the root.
     """
 
     url: str | os.PathLike[str]
@@ -271,6 +287,10 @@ class Tier:
     every: int | str = 1
     keep_last: int = 3
     keep_every: int | None = None
+    keep_interval: str | None = None
+    keep_best: int | None = None
+    best: str | None = None
+    keep_incarnations: int | None = None
     rate: float | str | None = TIER_RATE
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     scope: Literal["shared", "node"] = "shared"
@@ -298,15 +318,34 @@ class Tier:
             raise BadOption(
                 "Tier(every=) cannot be used", found=None, expected="a number of flushes, or a time"
             )
-        for what, value in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
-            optional = what == "keep_every" and value is None
-            if not optional and (not _is_whole(value) or value < 1):
-                raise BadOption(f"Tier({what}=) must be a whole number, at least 1", found=repr(value))
+        kept = _retention(self)
+        if self.scope == "node" and kept != Retention(kept.keep_last, kept.keep_every):
+            raise BadOption(
+                'Tier(scope="node") keeps the last ones, and every n-th',
+                found=repr(kept),
+                expected="keep_last= and keep_every=; the others are for the root and for further tiers",
+            )
         parse_rate(self.rate, "Tier(rate=)")
         if not isinstance(self.storage_options, Mapping):
             raise BadOption(
                 "Tier(storage_options=) must be a mapping", found=type(self.storage_options).__name__
             )
+
+    @property
+    def retention(self) -> Retention:
+        """What stays there."""
+        return _retention(self)
+
+
+def _retention(owner: Policy | Tier) -> Retention:
+    """Raises BadOption, naming the option."""
+    try:
+        return Retention(**{name: getattr(owner, name) for name in RETENTION_FIELDS})
+    except BadOption as error:
+        option = f"{type(owner).__name__}({error.fields['option']}=)"
+        raise BadOption(
+            f"{option} cannot be used", found=error.found, expected=error.expected, option=option
+        ) from None
 
 
 def _is_whole(value: object) -> TypeGuard[int]:

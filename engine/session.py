@@ -36,7 +36,6 @@ from .memory.slots import Pinned
 from .memorytier import Key, MemoryTier
 from .outcomes import FINISHED, Outcomes
 from .places import Place
-from .plan.retention import Retention
 from .policy import Policy
 from .ranks import Ranks
 from .snapshot.copier import Plan
@@ -540,7 +539,7 @@ def agent_settings(place: Place, policy: Policy, run_id: str, chunk_bytes: int) 
         node=place.node,
         runtime_dir=place.agent_dir(run_id),
         rate_bytes_per_s=policy.rate_bytes_per_s,
-        retention=Retention(keep_last=policy.keep_last, keep_every=policy.keep_every),
+        retention=policy.retention,
         linger_s=policy.linger_s,
         heartbeat_s=policy.heartbeat_s,
         heartbeat_timeout_s=policy.heartbeat_timeout_s or 4 * policy.heartbeat_s,

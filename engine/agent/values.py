@@ -54,8 +54,7 @@ class TierSettings:
         return {
             "name": self.name,
             "url": self.url,
-            "keep_last": self.retention.keep_last,
-            "keep_every": self.retention.keep_every,
+            "retention": self.retention.to_wire(),
             "rate": self.rate,
             "node": self.node,
             "options": dict(self.options),
@@ -64,7 +63,7 @@ class TierSettings:
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> TierSettings:
         rest = dict(wire)
-        keep = Retention(keep_last=rest.pop("keep_last"), keep_every=rest.pop("keep_every"))
+        keep = Retention(**rest.pop("retention"))
         return cls(**rest, retention=keep)
 
 
@@ -97,8 +96,7 @@ class AgentSettings:
             "node": self.node,
             "runtime_dir": str(self.runtime_dir),
             "rate_bytes_per_s": self.rate_bytes_per_s,
-            "keep_last": self.retention.keep_last,
-            "keep_every": self.retention.keep_every,
+            "retention": self.retention.to_wire(),
             "linger_s": self.linger_s,
             "commit_timeout_s": self.commit_timeout_s,
             "chunk_bytes": self.chunk_bytes,
@@ -114,7 +112,7 @@ class AgentSettings:
     def from_wire(cls, wire: dict[str, Any]) -> AgentSettings:
         """Raises KeyError or TypeError where ``wire`` is not what :meth:`to_wire` gave."""
         rest = dict(wire)
-        keep = Retention(keep_last=rest.pop("keep_last"), keep_every=rest.pop("keep_every"))
+        keep = Retention(**rest.pop("retention"))
         tiers = tuple([TierSettings.from_wire(tier) for tier in rest["tiers"]])
         changed = {"runtime_dir": Path(rest["runtime_dir"]), "retention": keep, "tiers": tiers}
         return cls(**{**rest, **changed})

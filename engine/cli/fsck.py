@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from .frame import Answer, answering, command, json_option, progress
+from .arenas import memory_option, sources_in_memory
+from .frame import Answer, answering, command, human_bytes, json_option, progress
+from .options import duration, rate, share
 
 if TYPE_CHECKING:
     from everstep.errors import EverstepError
     from everstep.store.findings import Finding
+    from everstep.store.fsck_images import Extent
+    from everstep.store.repair_run import Mended, Verdict
 
 CANNOT_TELL = 8
 WRONG_CALL = 16
 
+STEPS_MAX = 20
+"""Steps that are told one by one."""
+
 EPILOG = """\
 Exit codes, added up where several apply:
   0   clean
+  1   something was repaired, or set aside
   4   damage left
   8   cannot tell: the storage did not answer, or a newer format
   16  usage; also where RUN is no run, or has no such step
@@ -26,6 +38,8 @@ Exit codes, added up where several apply:
 Example:
   everstep fsck runs/gpt
   everstep fsck runs/gpt --step 12000 --json
+  everstep fsck runs/gpt --tier s3://bucket/gpt --repair
+  everstep fsck runs/gpt --sample 5% --max-duration 10m --rate 200MiB
 """
 
 
@@ -43,20 +57,53 @@ class FsckCommand(click.Command):
 @command("fsck", epilog=EPILOG, cls=FsckCommand)
 @click.argument("run")
 @click.option("--step", type=click.IntRange(min=0), help="Check the checkpoints of this step only.")
+@click.option(
+    "--tier", "tiers", multiple=True, help="A further place of the run, checked too (may be given again)."
+)
 @click.option("--quick", is_flag=True, help="Do not read the images: check their sizes and everything else.")
+@click.option("--sample", metavar="P%", callback=share, help="Read only so much of the images, by chance.")
+@click.option("--seed", type=int, help="Of the sample; by default another one each time, which is told.")
+@click.option("--max-duration", "seconds", metavar="T", callback=duration, help="Then stop reading images.")
+@click.option("--rate", metavar="BYTES", callback=rate, help="Read no faster than so many bytes per second.")
+@click.option(
+    "--repair", "mend", is_flag=True, help="Mend what the other places, or this node's memory, have right."
+)
+@memory_option
 @json_option
-def fsck(run: str, step: int | None, quick: bool, as_json: bool) -> None:
+def fsck(
+    run: str,
+    step: int | None,
+    tiers: tuple[str, ...],
+    quick: bool,
+    sample: float | None,
+    seed: int | None,
+    seconds: float | None,
+    rate: float | None,
+    mend: bool,
+    memory: Path,
+    as_json: bool,
+) -> None:
     """Prove RUN, a directory or URL: every record, decision, vote, layout and chunk against the hashes that name it.
 
-    Reads only, and may run beside a live run. Files of a writer that died, or that is at work, are told and
-    are no damage.
-    """
-    with answering(as_json, exit_code=_code_of) as answer:
-        from everstep.store.findings import exit_code
+    Reads only, unless --repair is given, and may run beside a live run. Files of a writer that died, or that is at
+    work, are told and are no damage. Where not all is read, the newest checkpoints are read first.
 
-        findings = _check(run, step, quick)
-        code = exit_code(finding.severity for finding in findings)
-        _answer(answer, run, quick, findings, code)
+    --repair takes the good copy of each damaged object or chunk from the other places and from this node's memory,
+    commits attempts whose votes are all there, and makes lost votes again where they can be proved. Nothing is deleted:
+    a checkpoint that nobody has right is set aside: it neither loads nor counts, until a later repair finds it right.
+    """
+    import random
+
+    from everstep.store.findings import exit_code
+    from everstep.store.fsck_images import Extent
+
+    with answering(as_json, exit_code=_code_of) as answer:
+        number = random.SystemRandom().randrange(1 << 31) if seed is None else seed
+        extent = Extent(quick, 1.0 if sample is None else sample, number, rate, seconds)
+        found = _check([run, *tiers], step, extent, mend, memory)
+        severities = [finding.severity for one in found for finding in one.mended.after]
+        code = exit_code(severities, repaired=any(one.mended.done for one in found))
+        _answer(answer, found, extent, code)
         sys.exit(code)
 
 
@@ -70,43 +117,89 @@ def _code_of(error: EverstepError) -> int:
     return EXIT_DAMAGE if isinstance(error, Damaged) else CANNOT_TELL
 
 
-def _check(run: str, step: int | None, quick: bool) -> list[Finding]:
-    from everstep.places import locate
+@dataclass
+class Checked:
+    """One place, what was found and done there, and which of its steps load."""
+
+    place: str
+    mended: Mended
+    verdict: Verdict
+
+
+def _check(places: list[str], step: int | None, extent: Extent, mend: bool, memory: Path) -> list[Checked]:
     from everstep.store.blocking import run_blocking
-    from everstep.store.fsck import check
 
-    async def gather() -> list[Finding]:
-        with progress("fsck", unit="B", scale=True) as bar:
-            done = 0
+    with progress("fsck", unit="B", scale=True) as bar, sources_in_memory(memory, places[0]) as sources:
+        total = done = 0
 
-            def show(now: int, total: int) -> None:
-                nonlocal done
-                bar.total = total
-                bar.update(now - done)
-                done = now
+        def show(now: int, all_of: int) -> None:
+            nonlocal done
+            bar.total = total + all_of
+            bar.update(now - done)
+            done = now
 
-            backend = locate(run).open()
+        async def all_of_them() -> list[Checked]:
+            nonlocal total, done
+            backends = [locate(place).open() for place in places]
+            found = []
             try:
-                return [finding async for finding in check(backend, step=step, quick=quick, progress=show)]
+                for at, backend in enumerate(backends):
+                    others = [other for number, other in enumerate(backends) if number != at]
+                    work = check_and_mend if mend else check_only
+                    mended = await work(
+                        backend, others=others, memory=sources, step=step, extent=extent, progress=show
+                    )
+                    found.append(Checked(places[at], mended, verdict(mended)))
+                    total, done = total + done, 0
+                return found
             finally:
-                await backend.close()
+                for backend in backends:
+                    await backend.close()
 
-    return run_blocking(gather())
+        from everstep.places import locate
+        from everstep.store.repair_run import check_and_mend, check_only, verdict
+
+        return run_blocking(all_of_them())
 
 
-def _answer(answer: Answer, run: str, quick: bool, findings: list[Finding], code: int) -> None:
+def _answer(answer: Answer, found: list[Checked], extent: Extent, code: int) -> None:
     value: dict[str, Any] = {
-        "run": run,
+        "run": found[0].place,
         "clean": code == 0,
-        "quick": quick,
+        "quick": extent.quick,
         "exit_code": code,
-        "findings": [_as_json(finding) for finding in findings],
+        "findings": [_as_json(finding, one.place) for one in found for finding in one.mended.after],
+        "repaired": [
+            {**dataclasses.asdict(repair), "place": one.place} for one in found for repair in one.mended.done
+        ],
+        "not_repaired": [
+            {"name": name, "place": one.place, "reason": why}
+            for one in found
+            for name, why in one.mended.failed.items()
+        ],
+        "places": [
+            {
+                "place": one.place,
+                "loadable": [_key(key) for key in one.verdict.loadable],
+                "lost": [_key(key) for key in one.verdict.lost],
+                "proved_bytes": one.mended.seen.proved_bytes,
+                "unread_bytes": one.mended.seen.unread_bytes,
+            }
+            for one in found
+        ],
     }
-    answer.give(value, lambda: _as_text(run, quick, findings, code))
+    if extent.sample < 1:
+        value["sample"] = {"share": extent.sample, "seed": extent.seed}
+    answer.give(value, lambda: _as_text(found, extent, code))
 
 
-def _as_json(finding: Finding) -> dict[str, Any]:
+def _key(key: tuple[int, int]) -> dict[str, int]:
+    return {"step": key[1], "incarnation": key[0]}
+
+
+def _as_json(finding: Finding, place: str) -> dict[str, Any]:
     return {
+        "place": place,
         "severity": finding.severity.value,
         "kind": finding.kind.value,
         "name": finding.name,
@@ -117,15 +210,38 @@ def _as_json(finding: Finding) -> dict[str, Any]:
     }
 
 
-def _as_text(run: str, quick: bool, findings: list[Finding], code: int) -> str:
-    lines = []
-    for finding in findings:
-        said = finding.message if finding.name in finding.message else f"{finding.name}: {finding.message}"
-        lines.append(f"{finding.severity.value}: {said}")
-        if finding.hurts:
-            lines.append(f"    {finding.hurts}")
-    verdict = {0: "clean", 4: "DAMAGED", CANNOT_TELL: "cannot tell"}.get(
-        code, "DAMAGED, and more that cannot be told"
-    )
-    lines.append(f"{run}: {verdict}" + (" (images' bytes not read)" if quick else ""))
+def _as_text(found: list[Checked], extent: Extent, code: int) -> str:
+    lines: list[str] = []
+    for one in found:
+        where = f"{one.place}: " if len(found) > 1 else ""
+        for finding in one.mended.after:
+            said = (
+                finding.message if finding.name in finding.message else f"{finding.name}: {finding.message}"
+            )
+            lines.append(f"{finding.severity.value}: {where}{said}")
+            if finding.hurts:
+                lines.append(f"    {finding.hurts}")
+        lines += [f"repaired: {where}{repair.name}: {repair.how}" for repair in one.mended.done]
+        lines += [f"not repaired: {where}{name}: {why}" for name, why in one.mended.failed.items()]
+        if one.verdict.lost:
+            lines.append(f"{where}cannot be loaded: {_steps(one.verdict.lost)}")
+            lines.append(f"{where}can be loaded: {_steps(one.verdict.loadable) or 'nothing'}")
+    verdict = {0: "clean", 1: "clean, after repairs"}.get(code & 13)
+    if verdict is None:
+        told = ["DAMAGED"] if code & 4 else []
+        told += ["and more that cannot be told" if told else "cannot tell"] if code & CANNOT_TELL else []
+        verdict = ", ".join(told) + (" (some of it was repaired)" if code & 1 else "")
+    unread = sum(one.mended.seen.unread_bytes for one in found)
+    if extent.quick:
+        verdict += " (images' bytes not read)"
+    elif unread:
+        seed = f", seed {extent.seed}" if extent.sample < 1 else ""
+        verdict += f" ({human_bytes(unread)} of images not read{seed})"
+    lines.append(f"{', '.join(one.place for one in found)}: {verdict}")
     return "\n".join(lines)
+
+
+def _steps(keys: Sequence[tuple[int, int]]) -> str:
+    some = [f"{step} (incarnation {incarnation})" for incarnation, step in keys[-STEPS_MAX:]]
+    more = f", and {len(keys) - STEPS_MAX} older ones" if len(keys) > STEPS_MAX else ""
+    return ", ".join(some) + more

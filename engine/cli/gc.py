@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import click
 
 from .arenas import memory_option
 from .frame import answering, command, human_bytes, json_option
+from .options import duration
 
 if TYPE_CHECKING:
     from everstep.store.leftovers import Collected
@@ -25,15 +25,6 @@ Example:
   everstep gc runs/gpt --older-than 1d --json
 """
 
-UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-def _seconds(ctx: click.Context, param: click.Parameter, text: str) -> float:
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text)
-    if found is None:
-        raise click.BadParameter(f"{text!r} is no duration such as 90s, 30m, 1h or 2d")
-    return float(found[1]) * UNITS_S[found[2]]
-
 
 @command("gc", epilog=EPILOG)
 @click.argument("run")
@@ -41,7 +32,7 @@ def _seconds(ctx: click.Context, param: click.Parameter, text: str) -> float:
     "--older-than",
     "older_than_s",
     metavar="DURATION",
-    callback=_seconds,
+    callback=duration,
     default="1h",
     show_default=True,
     help="Leave alone what was written to later than this.",

@@ -21,12 +21,18 @@ class _Entry(NamedTuple):
 COMMANDS = {
     "ls": _Entry("ls", "ls", "List the checkpoints of a run, on disk and in this node's memory."),
     "show": _Entry("show", "show", "Show a run, or one of its checkpoints, in detail."),
+    "diff": _Entry("diff", "diff", "Say what changed between two checkpoints, by tensor."),
+    "du": _Entry("du", "du", "Say where a run's bytes lie, and what could be freed."),
     "status": _Entry("status", "status", "Show who is alive in a run, and the newest step in each tier."),
     "plan-memory": _Entry(
         "plan_memory", "plan_memory", "Say what the memory tier takes, and what survives what."
     ),
-    "fsck": _Entry("fsck", "fsck", "Check every byte of a run against its hashes."),
+    "fsck": _Entry("fsck", "fsck", "Check every byte of a run against its hashes, and mend it."),
+    "scrub": _Entry("scrub", "scrub", "Prove a run again and again, in the background."),
     "copy": _Entry("copy", "copy", "Copy a run, or some of its checkpoints, to another place."),
+    "prune": _Entry("prune", "prune", "Remove the checkpoints that no rule keeps."),
+    "pin": _Entry("pin", "pin", "Keep a checkpoint from being removed."),
+    "unpin": _Entry("pin", "unpin", "Remove pins."),
     "gc": _Entry("gc", "gc", "Remove what crashed writers left in a run."),
     "export": _Entry("export", "export", "Write a checkpoint as safetensors, torch.save or DCP."),
     "import": _Entry("import_", "import_", "Make a torch.save, DCP or safetensors checkpoint one of a run."),

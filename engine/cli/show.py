@@ -13,7 +13,7 @@ import click
 
 from .arenas import MemorySnapshot, directory_of_run, memory_option, memory_snapshots, ranks_here
 from .frame import answering, command, human_bytes, json_option, strict_json, table
-from .survey import Listed, Survey, survey
+from .survey import Listed, Survey, choose, survey
 
 if TYPE_CHECKING:
     from everstep.backends.api import Backend
@@ -56,36 +56,13 @@ def show(run: str, step: int | None, values: bool, rank: int, memory: Path, as_j
     """
     with answering(as_json) as answer:
         found = survey(run)
-        chosen = _choose(found, step)
+        chosen = choose(found, step)
         detail = None if chosen is None else _detail(run, found, chosen.manifest, rank if values else None)
         if chosen is not None and detail is not None:
             key = chosen.manifest.incarnation, chosen.manifest.step
             here = memory_snapshots(directory_of_run(memory, run))
             detail.memory = [x for x in here if (x.incarnation, x.step) == key]
         answer.give(_as_json(found, chosen, detail), lambda: _as_text(found, chosen, detail))
-
-
-def _choose(found: Survey, step: int | None) -> Listed | None:
-    """The checkpoint to show; None for a run without any, where none was asked for."""
-    from everstep.errors import NoCheckpoint
-
-    if step is None:
-        return found.newest()
-    candidates = [one for one in found.checkpoints if one.manifest.step == step]
-    if not candidates:
-        there = [one.manifest.step for one in found.checkpoints]
-        for name, error in found.unreadable:
-            if f"/{step:09d}/" in f"{name}/":
-                raise error
-        raise NoCheckpoint(
-            f"{found.url} has no checkpoint of step {step}",
-            found=f"{len(there)} checkpoints, steps {min(there)} to {max(there)}"
-            if there
-            else "no checkpoint",
-            hint="everstep ls lists them.",
-            step=step,
-        )
-    return next((one for one in reversed(candidates) if one.in_lineage), candidates[-1])
 
 
 @dataclass

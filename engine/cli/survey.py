@@ -106,5 +106,29 @@ async def read_survey(backend: Backend) -> Survey:
 
 
 def stored_bytes(manifest: Manifest) -> int:
-    """Bytes of all images of all ranks."""
-    return sum(record.nbytes for record in manifest.ranks)
+    """Bytes of all images of all ranks, as they are stored."""
+    return sum(record.objects_nbytes for record in manifest.ranks)
+
+
+def choose(found: Survey, step: int | None) -> Listed | None:
+    """The checkpoint of ``step`` that a load takes, else the last written; None: the newest, or None for a run without
+    any. Raises NoCheckpoint."""
+    from everstep.errors import NoCheckpoint
+
+    if step is None:
+        return found.newest()
+    candidates = [one for one in found.checkpoints if one.manifest.step == step]
+    if not candidates:
+        there = [one.manifest.step for one in found.checkpoints]
+        for name, error in found.unreadable:
+            if f"/{step:09d}/" in f"{name}/":
+                raise error
+        raise NoCheckpoint(
+            f"{found.url} has no checkpoint of step {step}",
+            found=f"{len(there)} checkpoints, steps {min(there)} to {max(there)}"
+            if there
+            else "no checkpoint",
+            hint="everstep ls lists them.",
+            step=step,
+        )
+    return next((one for one in reversed(candidates) if one.in_lineage), candidates[-1])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """What this release writes."""
-READABLE_VERSIONS = (1, 2, 3)
+READABLE_VERSIONS = (1, 2, 3, 4)
 """What this release reads."""
 SUPPORTED_FEATURES: frozenset[str] = frozenset()
 """Required features of a run that this release understands. None is defined yet."""
@@ -22,6 +22,9 @@ CHUNK_BYTES = 1 << 20
 CHUNK_BYTES_MIN = ALIGN_BYTES
 CHUNK_BYTES_MAX = 1 << 30
 """A run's chunk size is a power of two between these."""
+
+TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+"""Times in records: UTC, to the second."""
 
 NUMBER_MAX = 10**18 - 1
 """Largest step, incarnation, attempt or rank: 18 digits, so that each fits a signed 64-bit word."""

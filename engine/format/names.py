@@ -21,6 +21,8 @@ LAYOUTS = "layouts"
 CHECKPOINTS = "checkpoints"
 EVENTS = "events"
 LIVE = "live"
+PINS = "pins"
+QUARANTINE = "quarantine"
 
 ESCAPED_MAX = 120
 """Longest escaped text. A file name holds it, a rank, an extension and the decorations of a temporary name
@@ -39,6 +41,7 @@ _ESCAPE = re.compile(r"%([0-9A-F]{2})")
 COPY_PREFIX = "copy:"
 """Of regions with second copies of what other ranks store: no part of what a seal proves, nor of what is flushed."""
 _SHARED = re.compile(r".*\+([0-9.]+)", re.DOTALL)
+_TOKEN = re.compile(r"[0-9a-f]{8,32}")
 _SHARED_CHARS_MAX = 4096
 """Longest list of ranks in the name of a shared image: hundreds of copies."""
 
@@ -56,6 +59,8 @@ class Kind(enum.Enum):
     STATE = "state"
     EVENTS = "events"
     BEACON = "beacon"
+    PIN = "pin"
+    ASIDE = "aside"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +68,8 @@ class Parsed:
     """A name taken apart; fields that the kind does not have are None.
 
     ``attempt`` is the number of a decision as well. ``text`` is the escaped text (of an image's or writer's
-    name) as it stands in the name; ``image`` and ``writer`` are that text unescaped, None where it was
-    shortened.
+    name; a pin's token) as it stands in the name; ``image`` and ``writer`` are that text unescaped, None where it
+    was shortened. ``packed`` tells of an image that its object is a packed one.
     """
 
     kind: Kind
@@ -76,6 +81,7 @@ class Parsed:
     text: str | None = None
     image: str | None = None
     writer: str | None = None
+    packed: bool = False
 
 
 def shared_image(part: str, ranks: Sequence[int]) -> str:
@@ -203,8 +209,13 @@ def gather(step: int, incarnation: int, attempt: int, rank: int) -> str:
 
 
 def image(step: int, incarnation: int, attempt: int, rank: int, image_name: str) -> str:
-    """Full image (a safetensors file) of that name (``ImageSpec.name``)."""
+    """Plain image (a safetensors file) of that name (``ImageSpec.name``)."""
     return f"{_rank_file(step, incarnation, attempt, rank)}.{escape(image_name)}.safetensors"
+
+
+def packed(step: int, incarnation: int, attempt: int, rank: int, image_name: str) -> str:
+    """Packed image (:mod:`.packed`) of that name."""
+    return f"{_rank_file(step, incarnation, attempt, rank)}.{escape(image_name)}.packed"
 
 
 def state(step: int, incarnation: int, attempt: int, rank: int) -> str:
@@ -220,6 +231,23 @@ def events(writer: str) -> str:
 def beacon(node_key: str) -> str:
     """What the agent of that node (or, within a trainer, of that rank) says of itself while it trains."""
     return f"{LIVE}/{escape(node_key)}.json"
+
+
+def pin(pin_id: str) -> str:
+    """Record that a checkpoint is not to be removed."""
+    if _parse_pin(pin_id) is None:
+        raise ValueError(f"{pin_id!r} is no pin's id")
+    return f"{PINS}/{pin_id}.json"
+
+
+def pin_id(step: int, incarnation: int, token: str) -> str:
+    """Id of a pin of that checkpoint; ``token`` (8 to 32 hexadecimal digits) tells it from others."""
+    return f"{_number(step, _STEP_DIGITS)}-{_number(incarnation, _INCARNATION_DIGITS)}-{token}"
+
+
+def aside(name: str, number: int) -> str:
+    """Where the damaged object ``name`` is kept after it was made anew; ``number`` from 1."""
+    return f"{QUARANTINE}/{escape(name)}.{number}"
 
 
 def _parse_number(text: str, digits: int, least: int = 0) -> int | None:
@@ -297,14 +325,28 @@ def _parse_top(directory: str, file: str) -> Parsed | None:
     if directory == LIVE and file.endswith(".json"):
         text = file[: -len(".json")]
         return Parsed(Kind.BEACON, text=text, writer=unescape(text)) if _is_escaped(text) else None
+    if directory == QUARANTINE:
+        text, _, digits = file.rpartition(".")
+        known = _is_escaped(text) and _parse_number(digits, 1, least=1) is not None
+        return Parsed(Kind.ASIDE, text=text) if known else None
+    if directory == PINS and file.endswith(".json"):
+        return _parse_pin(file[: -len(".json")])
     return None
+
+
+def _parse_pin(pin_id: str) -> Parsed | None:
+    step, incarnation, token = ([*pin_id.split("-", 2), "", ""])[:3]
+    found = parse_step(step), parse_incarnation(incarnation)
+    if None in found or not _TOKEN.fullmatch(token):
+        return None
+    return Parsed(Kind.PIN, *found, text=token)
 
 
 def _parse_rank_file(step: int, incarnation: int, attempt: int, file: str) -> Parsed | None:
     lowest = parse_gather(file)
     if lowest is not None:
         return Parsed(Kind.GATHER, step, incarnation, attempt, lowest)
-    match = re.fullmatch(r"rank-([0-9]+)\.(vote|state\.msgpack|([^./]+)\.safetensors)", file)
+    match = re.fullmatch(r"rank-([0-9]+)\.(vote|state\.msgpack|([^./]+)\.(?:safetensors|packed))", file)
     rank = _parse_number(match[1], _RANK_DIGITS) if match else None
     if match is None or rank is None:
         return None
@@ -315,4 +357,7 @@ def _parse_rank_file(step: int, incarnation: int, attempt: int, file: str) -> Pa
     text = match[3]
     if not _is_escaped(text):
         return None
-    return Parsed(Kind.IMAGE, step, incarnation, attempt, rank, text=text, image=unescape(text))
+    packed = file.endswith(".packed")
+    return Parsed(
+        Kind.IMAGE, step, incarnation, attempt, rank, text=text, image=unescape(text), packed=packed
+    )

@@ -14,7 +14,7 @@ from everstep.backends.errors import NotFound
 from everstep.errors import Damaged, Pruned
 from everstep.format import names
 from everstep.format.layout import Layout, open_layout
-from everstep.format.manifest import Abort, Decision, Manifest, Tombstone, decode_decision
+from everstep.format.manifest import Abort, Decision, Manifest, Quarantine, Tombstone, decode_decision
 from everstep.format.vote import Vote, decode_vote
 
 from .asking import SMALL_BYTES_MAX, each, reading
@@ -142,7 +142,7 @@ async def read_decision_at(backend: Backend, step: int, incarnation: int, number
     return decode_decision(data, name)
 
 
-async def read_decision(backend: Backend, found: StepNames) -> Manifest | Tombstone | None:
+async def read_decision(backend: Backend, found: StepNames) -> Manifest | Tombstone | Quarantine | None:
     """The decision that counts: the highest that is no abort record; None where nothing was decided.
 
     A decision that vanishes between listing and reading (rotation at work) makes it list again. Raises
@@ -152,7 +152,9 @@ async def read_decision(backend: Backend, found: StepNames) -> Manifest | Tombst
     return None if numbered is None else numbered[1]
 
 
-async def read_numbered(backend: Backend, found: StepNames) -> tuple[int, Manifest | Tombstone] | None:
+async def read_numbered(
+    backend: Backend, found: StepNames
+) -> tuple[int, Manifest | Tombstone | Quarantine] | None:
     """As :func:`read_decision`, with the number under which the decision is stored."""
     for _ in range(READ_TRIES_MAX):
         for number in reversed(found.decisions):
@@ -181,7 +183,7 @@ async def require_standing(backend: Backend, step: int, incarnation: int) -> Man
         return decision
     raise Pruned(
         f"step {step} of incarnation {incarnation} was removed by rotation meanwhile",
-        found="nothing decided" if decision is None else f"a tombstone: {decision.reason}",
+        found="nothing decided" if decision is None else f"it is given up: {decision.reason}",
         expected="its manifest",
         hint="Load again: a newer checkpoint is there",
         step=step,

@@ -28,6 +28,14 @@ class Kind(enum.Enum):
     """An attempt that was given up, or never finished."""
     TOMBSTONE = "tombstone"
     """A checkpoint that is being removed."""
+    QUARANTINE = "quarantine"
+    """A checkpoint that was found damaged, and that nobody had right."""
+    CHAIN = "chain"
+    """A delta whose base is not there."""
+    PIN = "pin"
+    """A pin that has expired, or whose checkpoint is not there."""
+    ASIDE = "aside"
+    """A damaged object that was kept when it was made anew."""
     TEMPORARY = "temporary"
     """An unfinished file of a writer that died, or that is at work."""
     FOREIGN = "foreign"
@@ -51,15 +59,18 @@ class Finding:
 
 
 EXIT_CLEAN = 0
+EXIT_REPAIRED = 1
 EXIT_DAMAGE = 4
 EXIT_CANNOT_TELL = 8
 EXIT_USAGE = 16
 
 
-def exit_code(severities: Iterable[Severity]) -> int:
-    """As fsck(8): the sum of 4 (damage left) and 8 (cannot tell) where they apply; 0 for infos and warnings.
-    16 is for calls that are wrong (the root is no run, no such step)."""
+def exit_code(severities: Iterable[Severity], *, repaired: bool = False) -> int:
+    """As fsck(8): the sum of 1 (something was repaired), 4 (damage left) and 8 (cannot tell) where they apply; 0 for
+    infos and warnings. 16 is for calls that are wrong (the root is no run, no such step)."""
     found = set(severities)
-    return (EXIT_DAMAGE if Severity.DAMAGE in found else 0) + (
-        EXIT_CANNOT_TELL if Severity.CANNOT_TELL in found else 0
+    return (
+        (EXIT_REPAIRED if repaired else 0)
+        + (EXIT_DAMAGE if Severity.DAMAGE in found else 0)
+        + (EXIT_CANNOT_TELL if Severity.CANNOT_TELL in found else 0)
     )

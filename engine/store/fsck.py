@@ -14,17 +14,28 @@ from everstep.backends.api import Backend
 from everstep.backends.errors import NotFound
 from everstep.errors import CannotTell, Damaged, EverstepError, NoCheckpoint, UnknownFormat
 from everstep.format import names
-from everstep.format.manifest import Abort, Decision, Manifest, Tombstone
+from everstep.format.manifest import Abort, Decision, Manifest, Quarantine, Tombstone
 from everstep.format.records import IncarnationRecord
 from everstep.plan.lineage import Lineage
 
 from .asking import each, reading
-from .catalog import StepNames, complete_undecided, list_step, list_steps, read_decision_at, read_layout
+from .catalog import (
+    StepNames,
+    complete_undecided,
+    list_step,
+    list_steps,
+    read_decision,
+    read_decision_at,
+    read_layout,
+)
 from .findings import Finding, Kind, Severity
-from .fsck_images import Images
+from .fsck_images import Extent, Images
 from .runs import incarnation_numbers, open_run, read_incarnation
 from .sources import DurableSource
 from .votes import read_gather
+
+WHOLE = Extent()
+"""Every byte is read."""
 
 DECISION_WAIT_S = 1.0
 """How long an attempt that has all its votes is given to be committed by a run that is alive."""
@@ -42,7 +53,7 @@ class _Checkpoint:
     unreadable: list[Finding]
 
     @property
-    def standing(self) -> Manifest | Tombstone | None:
+    def standing(self) -> Manifest | Tombstone | Quarantine | None:
         """The decision that counts; None also where an unreadable one hides it."""
         bad = set(self.found.decisions) - set(self.decisions)
         for number in reversed(self.found.decisions):
@@ -66,18 +77,31 @@ class _Run:
     newest: tuple[int, int] = (-1, -1)
     sizes: dict[str, int] = field(default_factory=dict)
     layouts_seen: set[str] = field(default_factory=set)
+    standing: dict[tuple[int, int], Manifest] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a check has seen, once it is done: the checkpoints that count, by (incarnation, step), those of them that
+    the lineage reaches, and the bytes of images that were proved, and left unread."""
+
+    manifests: dict[tuple[int, int], Manifest] = field(default_factory=dict)
+    counted: set[tuple[int, int]] = field(default_factory=set)
+    proved_bytes: int = 0
+    unread_bytes: int = 0
 
 
 async def check(
     backend: Backend,
     *,
     step: int | None = None,
-    quick: bool = False,
+    extent: Extent = WHOLE,
     progress: Progress | None = None,
-    decision_wait_s: float = DECISION_WAIT_S,
+    decision_wait_s: float | None = None,
+    seen: Seen | None = None,
 ) -> AsyncIterator[Finding]:
-    """Check the run, or only the checkpoints of ``step``; ``quick`` leaves the images' bytes unread (their
-    sizes, and all hashes of everything else, are checked). Yields findings as they come.
+    """Check the run, or only the checkpoints of ``step``. ``extent`` says how much of the images' bytes is read; their
+    sizes, and all hashes of everything else, are checked. Yields findings as they come; ``seen`` is filled.
 
     Raises NotARun, UnknownFormat (of the run itself), NoCheckpoint (no directory of ``step``).
     """
@@ -94,17 +118,29 @@ async def check(
         raise NoCheckpoint(f"{backend.url}: nothing of step {step} is there", found="nothing", step=step)
     run.newest = max((found.key for found in steps), default=run.newest)
     checkpoints = await each(steps, lambda found: _read(run, found))
-    images = Images(backend, run.chunk_bytes, quick, progress)
+    if not extent.whole:
+        checkpoints.reverse()  # where not all is read, the newest is what matters most
+    images = Images(backend, run.chunk_bytes, extent, progress)
     for checkpoint in checkpoints:
         if isinstance(checkpoint.standing, Manifest):
             images.expect(checkpoint.standing)
+            run.standing[checkpoint.found.key] = checkpoint.standing
     for checkpoint in checkpoints:
         async for finding in _checkpoint(run, checkpoint, images):
             yield finding
-    async for finding in _undecided(run, checkpoints, decision_wait_s):
+    if seen is not None:
+        _fill(seen, run, images)
+    wait_s = DECISION_WAIT_S if decision_wait_s is None else decision_wait_s
+    async for finding in _undecided(run, checkpoints, wait_s):
         yield finding
     async for finding in _rest(run, checkpoints, step):
         yield finding
+
+
+def _fill(seen: Seen, run: _Run, images: Images) -> None:
+    seen.manifests = dict(run.standing)
+    seen.counted = {key for key in run.standing if run.lineage is None or run.lineage.counts(*key)}
+    seen.proved_bytes, seen.unread_bytes = images.proved_bytes, images.unread_bytes
 
 
 def hurts(found: StepNames) -> str:
@@ -124,6 +160,12 @@ def _damage(error: EverstepError, name: str, found: StepNames | None, hurt: str)
         str(error).removeprefix(f"{at}: "),
         hurt,
     )
+
+
+def finding_of(error: EverstepError, manifest: Manifest) -> Finding:
+    """The error of a checkpoint's object, as a finding."""
+    found = StepNames(manifest.step, manifest.incarnation, (), ())
+    return _damage(error, names.checkpoint_dir(*found.place), found, hurts(found))
 
 
 def _cannot_tell(error: EverstepError, name: str, found: StepNames | None = None) -> Finding:
@@ -200,6 +242,8 @@ async def _checkpoint(run: _Run, checkpoint: _Checkpoint, images: Images) -> Asy
     found, standing = checkpoint.found, checkpoint.standing
     for finding in checkpoint.unreadable:
         yield finding
+    if isinstance(standing, Quarantine):
+        yield _quarantine(found, standing)
     if not isinstance(standing, Tombstone):
         for number in sorted(set(range(1, max(found.decisions, default=0) + 1)) - set(found.decisions)):
             name = names.decision(found.step, found.incarnation, number)
@@ -242,13 +286,38 @@ def _tombstone(run: _Run, found: StepNames, tombstone: Tombstone) -> Finding:
     return Finding(Severity.INFO, Kind.TOMBSTONE, name, found.step, found.incarnation, message)
 
 
+def _quarantine(found: StepNames, record: Quarantine) -> Finding:
+    name = names.decision(found.step, found.incarnation, record.number)
+    message = f"set aside as damaged, nothing of it is removed: {record.reason}"
+    return Finding(Severity.WARNING, Kind.QUARANTINE, name, found.step, found.incarnation, message)
+
+
+async def _chain(run: _Run, found: StepNames, manifest: Manifest) -> Finding | None:
+    """A delta's base must count."""
+    key = manifest.parent_key
+    if key is None or key in run.standing:
+        return None
+    try:
+        decision = await read_decision(run.backend, await list_step(run.backend, key[1], key[0]))
+    except Damaged:
+        decision = None
+    if isinstance(decision, Manifest):
+        return None
+    name = names.checkpoint_dir(key[1], key[0])
+    message = f"the base of step {found.step}, step {key[1]} of incarnation {key[0]}, does not count"
+    return Finding(Severity.DAMAGE, Kind.CHAIN, name, found.step, found.incarnation, message, hurts(found))
+
+
 async def _manifest(
     run: _Run, found: StepNames, manifest: Manifest, images: Images
 ) -> AsyncIterator[Finding]:
     """Votes, layouts, states and images of a checkpoint that counts."""
-    source = DurableSource(run.backend, manifest, run.chunk_bytes or 1)
+    source = DurableSource(run.backend, manifest, run.chunk_bytes or 1, bases=images.bases)
     run.layouts_seen.update(record.layout_hash for record in manifest.ranks)
     reported: set[str] = set()
+    broken = await _chain(run, found, manifest)
+    if broken is not None:
+        yield broken
     async for error in images.check(source):
         if isinstance(error, CannotTell):
             finding = _cannot_tell(error, names.checkpoint_dir(found.step, found.incarnation), found)
@@ -345,6 +414,9 @@ async def _rest(run: _Run, checkpoints: list[_Checkpoint], step: int | None) -> 
             yield Finding(
                 Severity.INFO, Kind.FOREIGN, name, None, None, "not a name of this format; left alone"
             )
+        elif parsed.kind is names.Kind.ASIDE:
+            why = "a damaged object, kept when it was made anew; nothing needs it"
+            yield Finding(Severity.INFO, Kind.ASIDE, name, None, None, why)
         elif parsed.kind is names.Kind.LAYOUT and parsed.hash not in run.layouts_seen and parsed.hash:
             try:
                 await read_layout(run.backend, parsed.hash)

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import random
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from everstep.backends.api import Backend
+from everstep.backends.limit import TokenBucket
 from everstep.errors import CannotTell, Damaged, EverstepError, Pruned, RunError, StateMismatch
 from everstep.format import names
 from everstep.format.layout import Layout
 from everstep.format.manifest import Manifest, RankRecord
 from everstep.format.table import TableReader
-from everstep.format.vote import STATE_IMAGE, ImageRecord
+from everstep.format.vote import STATE_IMAGE, ImageRecord, StoredRecord
 from everstep.plan.coverage import check_coverage
 
 from .asking import each
 from .catalog import read_layout
-from .sources import DurableSource, bad_chunks, changed_chunk, check_record
+from .proving import bad_chunks, changed_chunk, check_record
+from .sources import DurableSource, bases_at
+from .streaming import ReadInto
 
 IMAGES_PARALLEL = 4
 """Images read side by side; with ``PIECE_BYTES`` this bounds the memory."""
@@ -27,6 +32,23 @@ IMAGES_PARALLEL = 4
 PIECE_BYTES = 16 << 20
 
 COVERED_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much of the images' bytes is read: none if ``quick``; else each piece of ``PIECE_BYTES`` with a chance of
+    ``sample`` (the same pieces for the same ``seed``), at no more than ``bytes_per_s``, until ``seconds`` are over."""
+
+    quick: bool = False
+    sample: float = 1.0
+    seed: int = 0
+    bytes_per_s: float | None = None
+    seconds: float | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether every byte is read."""
+        return not self.quick and self.sample >= 1 and self.seconds is None
 
 
 @dataclass(slots=True)
@@ -46,13 +68,21 @@ class Images:
         self,
         backend: Backend,
         chunk_bytes: int | None,
-        quick: bool,
+        extent: Extent,
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self.backend = backend
         self.chunk_bytes = chunk_bytes
-        self.quick = quick or chunk_bytes is None
+        self.quick = extent.quick or chunk_bytes is None
+        self.proved_bytes = 0
+        """Of images, read and compared with their hashes."""
+        self.unread_bytes = 0
+        """Of images that were to be read, left out by the sample or for want of time."""
+        self._extent = extent
+        self._limit = TokenBucket(extent.bytes_per_s)
+        self._until = None if extent.seconds is None else time.monotonic() + extent.seconds
         self.named: set[str] = set()
+        self.bases = bases_at([backend], chunk_bytes or 1)
         self._progress = progress
         self._done = 0
         self._total = 0
@@ -61,7 +91,7 @@ class Images:
 
     def expect(self, manifest: Manifest) -> None:
         """Count the bytes of a checkpoint that will be checked."""
-        self._total += sum(record.nbytes for record in manifest.ranks)
+        self._total += sum(record.objects_nbytes for record in manifest.ranks)
 
     async def check(self, source: DurableSource) -> AsyncIterator[EverstepError]:
         """The errors of one checkpoint; none where rotation removed it meanwhile."""
@@ -105,8 +135,11 @@ class Images:
         return found
 
     async def _expected(self, record: RankRecord) -> list[ImageRecord]:
-        """The images of a rank whose vote is bad, by its layout; without hashes."""
+        """The images of a rank whose vote is bad, by its layout; without hashes. None that may be packed: only the
+        vote tells which are."""
         state = ImageRecord(STATE_IMAGE, record.state_nbytes, b"", b"")
+        if record.stored_nbytes != record.images_nbytes:
+            return [state]
         try:
             layout = await read_layout(self.backend, record.layout_hash)
         except RunError:
@@ -136,6 +169,7 @@ class Images:
                 if self.chunk_bytes is not None:
                     check_record(record, self.chunk_bytes, name)
                 if not self.quick:
+                    await self._object(source, rank, record, name)
                     await self._chunks(source, rank, record, name)
             else:
                 await self._size_alone(source, record, name)
@@ -144,7 +178,7 @@ class Images:
         except (Damaged, CannotTell) as error:
             return [error]
         finally:
-            self._done += record.nbytes
+            self._done += record.object.nbytes
             if self._progress is not None:
                 self._progress(self._done, self._total)
         return []
@@ -156,16 +190,47 @@ class Images:
                 f"{name}: wrong size", found=f"{found} bytes", expected=f"{record.nbytes} bytes", name=name
             )
 
+    def _takes(self, piece: str) -> bool:
+        """Whether that piece of an image is read."""
+        if self._until is not None and time.monotonic() >= self._until:
+            return False
+        extent = self._extent
+        return extent.sample >= 1 or random.Random(f"{extent.seed} {piece}").random() < extent.sample
+
+    async def _object(self, source: DurableSource, rank: int, record: ImageRecord, name: str) -> None:
+        """Read a packed image's object as it is stored: bytes that decoding does not need may be damaged, too."""
+        if record.stored is None:
+            return
+
+        async def read(offset: int, view: memoryview) -> None:
+            await source.read_object(rank, record, offset, view)
+
+        await self._read(read, record.stored, name)
+
     async def _chunks(self, source: DurableSource, rank: int, record: ImageRecord, name: str) -> None:
-        """Read all of the image; Damaged names the first bad chunk and counts the others."""
+        """Read all of the image, with what it is based on."""
+
+        async def read(offset: int, view: memoryview) -> None:
+            await source.read_into(rank, record.name, offset, view)
+
+        await self._read(read, record, name)
+
+    async def _read(self, read: ReadInto, record: ImageRecord | StoredRecord, name: str) -> None:
+        """Read all; Damaged names the first bad chunk and counts the others."""
         assert self.chunk_bytes is not None
+        check_record(record, self.chunk_bytes, name)
         step = max(PIECE_BYTES // self.chunk_bytes, 1) * self.chunk_bytes
         buffer = self._buffers.pop() if self._buffers else mmap.mmap(-1, step)
         bad: list[tuple[int, bytes]] = []
         try:
             for start in range(0, record.nbytes, step):
                 view = memoryview(buffer)[: min(step, record.nbytes - start)]
-                await source.read_into(rank, record.name, start, view)
+                if not self._takes(f"{name}@{start}"):
+                    self.unread_bytes += len(view)
+                    continue
+                await self._limit.take(len(view))
+                await read(start, view)
+                self.proved_bytes += len(view)
                 first = start // self.chunk_bytes
                 bad += await asyncio.to_thread(bad_chunks, view, first, record, self.chunk_bytes)
         finally:

@@ -70,3 +70,76 @@ def test_a_wrong_call(made_run: Path, args: list[str]) -> None:
     assert said.code == 16
     assert said.err
     assert "Traceback" not in said.err
+
+
+def damaged_image(run: Path) -> tuple[Path, bytes]:
+    path = run / names.image(LATER_STEP, 2, 1, 0, "model")
+    good = path.read_bytes()
+    data = bytearray(good)
+    data[-1] ^= 1
+    path.write_bytes(data)
+    return path, good
+
+
+def test_repair_from_a_tier_and_the_exit_codes(run: Path, made_run: Path) -> None:
+    path, good = damaged_image(run)
+    said = everstep("fsck", run, "--tier", made_run, "--repair", "--json")
+    assert said.code == 1
+    assert path.read_bytes() == good
+    assert [(r["name"], r["place"]) for r in said.json["repaired"]] == [
+        (str(path.relative_to(run)), str(run))
+    ]
+    again = everstep("fsck", run, "--tier", made_run, "--repair")
+    assert again.code == 0
+
+
+def test_without_repair_nothing_is_written(run: Path, made_run: Path) -> None:
+    path, _ = damaged_image(run)
+    before = path.read_bytes()
+    said = everstep("fsck", run, "--tier", made_run, "--json")
+    assert said.code == 4
+    assert path.read_bytes() == before
+    places = {p["place"]: [k["step"] for k in p["lost"]] for p in said.json["places"]}
+    assert places == {str(run): [LATER_STEP], str(made_run): []}
+    assert "can be loaded: 1 (incarnation 1)" in everstep("fsck", run).out
+
+
+def test_repair_without_any_other_place_sets_aside(run: Path) -> None:
+    damaged_image(run)
+    said = everstep("fsck", run, "--repair")
+    assert said.code == 1
+    assert "set aside" in said.out
+    assert "clean, after repairs" in said.out
+    listed = everstep("ls", run, "--json").json
+    assert LATER_STEP not in [c["step"] for c in listed["checkpoints"]]
+
+
+def test_a_sample_is_told_with_its_seed_and_reads_less(made_run: Path) -> None:
+    said = everstep("fsck", made_run, "--sample", "1%", "--seed", "7", "--json").json
+    [place] = said["places"]
+    assert said["sample"] == {"share": 0.01, "seed": 7}
+    assert place["unread_bytes"] > place["proved_bytes"]
+    again = everstep("fsck", made_run, "--sample", "1%", "--seed", "7", "--json").json
+    assert again["places"] == said["places"]
+    whole = everstep("fsck", made_run, "--json").json["places"][0]
+    assert (whole["unread_bytes"], whole["proved_bytes"]) == (
+        0,
+        place["unread_bytes"] + place["proved_bytes"],
+    )
+
+
+def test_no_time_means_no_image_is_read(made_run: Path) -> None:
+    said = everstep("fsck", made_run, "--max-duration", "0s", "--json")
+    assert said.code == 0
+    assert said.json["places"][0]["proved_bytes"] == 0
+    assert "of images not read" in everstep("fsck", made_run, "--max-duration", "0s").out
+
+
+@pytest.mark.parametrize("args", [["--sample", "0"], ["--rate", "fast"], ["--max-duration", "5"]])
+def test_wrong_amounts(made_run: Path, args: list[str]) -> None:
+    assert everstep("fsck", made_run, *args).code == 16
+
+
+def test_a_rate_is_kept_to(made_run: Path) -> None:
+    said = everstep("fsck", made_run, "--rate", "100MiB", "--json")
+    assert said.code == 0

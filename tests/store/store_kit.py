@@ -14,14 +14,14 @@ from everstep.format.manifest import Manifest
 from everstep.format.records import IncarnationRecord, RunRecord, Writer
 from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote
 from everstep.memory.errors import SlotGone
-from everstep.plan.lineage import Lineage
 from everstep.plan.reads import plan_reads
-from everstep.plan.retention import Retention, RetentionPlan, plan_retention
+from everstep.plan.retention import Retention, RetentionPlan
 from everstep.store.catalog import list_steps, read_decision
 from everstep.store.commit import next_attempt, try_commit
 from everstep.store.fill import FillReport, fill
 from everstep.store.flush import FlushJob, flush_rank, write_meta
 from everstep.store.runs import add_incarnation, create_run, open_run, read_incarnations
+from everstep.store.shelf import Shelf
 from everstep.store.sources import DurableSource
 
 CHUNK = 4096
@@ -180,32 +180,44 @@ async def flush(
     incarnation: int = 1,
     world: int = WORLD,
     pinned: MemoryPinned | None = None,
+    base: DurableSource | None = None,
 ) -> Vote:
     run = await open_run(backend)
     pinned = pinned or snapshot(step, rank, incarnation=incarnation, world=world, chunk_bytes=run.chunk_bytes)
     job = FlushJob(step, incarnation, attempt, rank, world)
-    return await flush_rank(backend, job, pinned, chunk_bytes=run.chunk_bytes, run=run)  # type: ignore[arg-type]
+    return await flush_rank(backend, job, pinned, chunk_bytes=run.chunk_bytes, run=run, base=base)  # type: ignore[arg-type]
 
 
-async def save(backend: Backend, step: int, *, incarnation: int = 1, world: int = WORLD) -> Manifest:
-    """What an agent does for one step, from the attempt's number to the manifest."""
+async def save(
+    backend: Backend,
+    step: int,
+    *,
+    incarnation: int = 1,
+    world: int = WORLD,
+    base: DurableSource | None = None,
+) -> Manifest:
+    """What an agent does for one step, from the attempt's number to the manifest. With ``base`` the first rank's images
+    are deltas: their headers are the base's."""
     attempt, standing = await next_attempt(backend, step, incarnation)
     if standing is not None:
         return standing
     for rank in range(world):
-        await flush(backend, step, rank, attempt=attempt, incarnation=incarnation, world=world)
+        await flush(
+            backend,
+            step,
+            rank,
+            attempt=attempt,
+            incarnation=incarnation,
+            world=world,
+            base=base if rank == 0 else None,
+        )
     decision = await try_commit(backend, step, incarnation, attempt, world)
     assert isinstance(decision, Manifest), decision
     return decision
 
 
 async def plan_for(backend: Backend, keep_last: int = 1) -> RetentionPlan:
-    records = await read_incarnations(backend)
-    keys = []
-    for found in await list_steps(backend):
-        if isinstance(await read_decision(backend, found), Manifest):
-            keys.append(found.key)
-    return plan_retention(keys, Retention(keep_last), Lineage(records))
+    return (await Shelf().look(backend)).plan(Retention(keep_last))
 
 
 async def not_superseded() -> bool:

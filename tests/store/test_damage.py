@@ -16,6 +16,7 @@ from everstep.format.manifest import Manifest
 from everstep.store.catalog import complete_undecided, list_steps, read_decision
 from everstep.store.findings import Finding, Severity, exit_code
 from everstep.store.fsck import check
+from everstep.store.fsck_images import Extent
 from everstep.store.runs import open_run, read_incarnations, require_records
 
 from tests.store import store_kit as kit
@@ -44,7 +45,7 @@ def files_of(root: Path) -> list[str]:
 
 async def damage_found(backend: LocalBackend, quick: bool = False) -> list[Finding]:
     bad = []
-    async for finding in check(backend, quick=quick, decision_wait_s=0):
+    async for finding in check(backend, extent=Extent(quick=quick), decision_wait_s=0):
         if finding.severity is Severity.DAMAGE:
             bad.append(finding)
     return bad

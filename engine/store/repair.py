@@ -1,0 +1,321 @@
+"""Mending what fsck found, from whoever has it right: the place's own good bytes, other tiers, this node's memory.
+
+Everything that is written is proved first by what points at it: a chunk by the vote's hash, a vote by the manifest's,
+a layout by its name, records and decisions by their own hash and by being the same at another place. Objects are
+replaced whole, by one atomic step, so that a crash leaves each as it was or mended, and repairing again goes on. What
+no holder has right is never removed: the checkpoint is set aside by a decision that hides it from loads and rotation
+(:class:`~everstep.format.manifest.Quarantine`), and a later repair that mends it takes that back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from everstep.backends.api import Backend
+from everstep.backends.errors import NotFound
+from everstep.backends.points import reach
+from everstep.errors import Damaged, RunError
+from everstep.format import names
+from everstep.format.layout import proved
+from everstep.format.manifest import Abort, Manifest, Quarantine, decode_decision
+from everstep.format.names import Kind as Name
+from everstep.format.records import decode_incarnation, decode_run
+from everstep.format.vote import decode_vote
+
+from .asking import reading, writing
+from .catalog import list_step, look_at, read_numbered
+from .commit import publish_decision, try_commit
+from .findings import Finding, Kind, Severity
+from .repair_rank import Share, read_small
+from .runs import now
+from .sources import ArenaSource
+
+log = logging.getLogger("everstep.store")
+
+ASIDE_MAX = 100
+"""Damaged decisions that are kept of one name."""
+
+Place = tuple[int, int]
+"""(step, incarnation)"""
+
+Memory = Callable[[Manifest], Sequence[ArenaSource]]
+"""What this node's memory has of a checkpoint."""
+
+
+def no_memory(manifest: Manifest) -> Sequence[ArenaSource]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """One object that was put right: how, and the bytes that were written for it."""
+
+    name: str
+    step: int | None
+    incarnation: int | None
+    how: str
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
+class Repairs:
+    """``done``, and by name why something could not be: the objects that nobody has right."""
+
+    done: list[Repair] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+async def repair(
+    target: Backend,
+    findings: Iterable[Finding],
+    *,
+    others: Sequence[Backend] = (),
+    memory: Memory = no_memory,
+) -> Repairs:
+    """Mend at ``target`` what ``findings`` say. ``others`` are further places of the same run, nearest first.
+
+    Raises CannotTell, SaveFailed, StorageFull where ``target`` does not answer: what was mended stays mended. A
+    holder that does not answer is passed by.
+    """
+    work = _Work(target, others, memory)
+    damage = [finding for finding in findings if finding.severity is Severity.DAMAGE]
+    places: dict[Place, None] = {}
+    for finding in {
+        finding.name: finding for finding in damage
+    }.values():  # what several checkpoints need, once
+        parsed = names.parse(finding.name)
+        kind = parsed.kind if parsed is not None else None
+        if kind in (Name.RUN, Name.INCARNATION):
+            await work.record(finding.name)
+        elif kind is Name.LAYOUT:
+            await work.layout(finding.name)
+        elif kind is Name.DECISION and finding.kind is not Kind.UNDECIDED:
+            await work.decision(finding)
+        elif finding.kind is Kind.UNDECIDED:
+            await work.commit(finding)
+    for finding in damage:
+        if finding.step is not None and finding.incarnation is not None:
+            places[finding.step, finding.incarnation] = None
+    for place in places:
+        wanted = {finding.name for finding in damage if (finding.step, finding.incarnation) == place}
+        await work.checkpoint(place, wanted)
+    return work.report
+
+
+class _Work:
+    def __init__(self, target: Backend, others: Sequence[Backend], memory: Memory) -> None:
+        self.target = target
+        self.report = Repairs()
+        self._others = others
+        self._memory = memory
+        self._chunk_bytes: int | None = None
+
+    # -- what others have under the same name
+
+    async def record(self, name: str) -> None:
+        """run.json, or the record of an incarnation, as another place of the same run has it."""
+
+        def is_good(data: bytes) -> bool:
+            if name == names.RUN:
+                decode_run(data, name)
+            else:
+                decode_incarnation(data, name)
+            return True
+
+        await self._take(name, is_good, await self._same_run())
+
+    async def layout(self, name: str) -> None:
+        parsed = names.parse(name)
+        assert parsed is not None
+        assert parsed.hash is not None
+        hash_text = parsed.hash
+
+        def is_good(data: bytes) -> bool:
+            proved(data, hash_text, name)
+            return True
+
+        await self._take(name, is_good, self._others)
+
+    async def decision(self, finding: Finding) -> None:
+        """As another place has it; else, where its attempt has all its votes, decided anew."""
+        name = finding.name
+
+        def is_good(data: bytes) -> bool:
+            decode_decision(data, name)
+            return True
+
+        if await self._take(name, is_good, await self._same_run()):
+            return
+        parsed = names.parse(name)
+        assert parsed is not None
+        if finding.kind is Kind.DAMAGED and parsed.attempt is not None and await self._complete(parsed):
+            await self._set_aside(name)
+            self.report.failed.pop(name, None)
+            await self.commit(finding)
+
+    async def commit(self, finding: Finding) -> None:
+        """Decide an attempt whose votes are all in."""
+        parsed = names.parse(finding.name)
+        if parsed is None or parsed.step is None or parsed.incarnation is None or parsed.attempt is None:
+            return
+        world = await self._complete(parsed)
+        if world is None:
+            self.report.failed[finding.name] = "the attempt's votes are not all there"
+            return
+        try:
+            decided = await try_commit(self.target, parsed.step, parsed.incarnation, parsed.attempt, world)
+        except Damaged as error:
+            self.report.failed[finding.name] = str(error)
+            return
+        if isinstance(decided, Manifest):
+            self.done(finding.name, "committed: all votes are there and agree")
+        elif isinstance(decided, Abort):
+            self.done(finding.name, f"given up: {decided.reason}")
+
+    async def _complete(self, parsed: names.Parsed) -> int | None:
+        """The number of ranks that voted for the attempt, if all of them did."""
+        assert parsed.step is not None
+        assert parsed.incarnation is not None
+        assert parsed.attempt is not None
+        standing = await look_at(self.target, parsed.step, parsed.incarnation, parsed.attempt)
+        if not standing.ranks:
+            return None
+        name = names.vote(parsed.step, parsed.incarnation, parsed.attempt, standing.ranks[0])
+        try:
+            vote = decode_vote(await read_small(self.target, name), name)
+        except (Damaged, NotFound):
+            return None
+        return vote.world if standing.ranks == tuple(range(vote.world)) else None
+
+    async def _take(self, name: str, is_good: Callable[[bytes], bool], holders: Sequence[Backend]) -> bool:
+        """Write the object as the first of ``holders`` has it that has it right."""
+        for holder in holders:
+            try:
+                data = await read_small(holder, name)
+                is_good(data)
+            except (NotFound, RunError):
+                continue
+            await self.put(name, data, f"from {holder.url}")
+            return True
+        self.report.failed[name] = "no other place has it"
+        return False
+
+    async def put(self, name: str, data: bytes, how: str) -> None:
+        reach("repair.put.before", name)
+        with writing(self.target, name):
+            await self.target.write(name, data)
+        reach("repair.put.after", name)
+        self.done(name, how, len(data))
+
+    def done(self, name: str, how: str, nbytes: int = 0) -> None:
+        parsed = names.parse(name)
+        place = (parsed.step, parsed.incarnation) if parsed is not None else (None, None)
+        self.report.failed.pop(name, None)
+        self.report.done.append(Repair(name, *place, how, nbytes))
+
+    async def _set_aside(self, name: str) -> None:
+        """Keep a damaged decision under another name before its own is decided anew."""
+        data = await read_small(self.target, name)
+        for number in range(1, ASIDE_MAX + 1):
+            aside = names.aside(name, number)
+            try:
+                if await read_small(self.target, aside) == data:
+                    break
+            except NotFound:
+                with writing(self.target, aside):
+                    await self.target.write(aside, data)
+                break
+        reach("repair.aside", name)
+        with writing(self.target, name):
+            await self.target.delete([name])
+
+    async def _same_run(self) -> Sequence[Backend]:
+        """The other places that are known to be this very run: by its id, or, where run.json is damaged here, by a
+        decision that is the same at both."""
+        found = []
+        mine = await self._run_id(self.target)
+        for other in self._others:
+            with suppress(RunError, NotFound):
+                theirs = await self._run_id(other)
+                if theirs is not None and (theirs == mine if mine is not None else await self._shares(other)):
+                    found.append(other)
+        return found
+
+    async def _run_id(self, place: Backend) -> str | None:
+        with suppress(Damaged, NotFound):
+            run = decode_run(await read_small(place, names.RUN), names.RUN)
+            self._chunk_bytes = self._chunk_bytes or run.chunk_bytes
+            return run.run_id
+        return None
+
+    async def _shares(self, other: Backend) -> bool:
+        """Whether a decision or incarnation's record is the same at both."""
+        for prefix in (names.INCARNATIONS, names.CHECKPOINTS):
+            with reading(self.target, prefix):
+                async for item in self.target.list(prefix):
+                    parsed = names.parse(item.name)
+                    if parsed is None or parsed.kind not in (Name.DECISION, Name.INCARNATION):
+                        continue
+                    with suppress(NotFound, RunError):
+                        if await read_small(self.target, item.name) == await read_small(other, item.name):
+                            return True
+        return False
+
+    # -- a checkpoint that counts
+
+    async def checkpoint(self, place: Place, wanted: set[str]) -> None:
+        """Votes, layouts, states and images of the checkpoint, so far as ``wanted`` names them."""
+        manifest = await counting_manifest(self.target, place)
+        if manifest is None:
+            return
+        if self._chunk_bytes is None:
+            await self._run_id(self.target)
+        memory = self._memory(manifest)
+        attempt = names.attempt_dir(*place, manifest.attempt) + "/"
+        for record in manifest.ranks:
+            mine = {name for name in wanted if name.startswith(attempt) and _rank_of(name) == record.rank}
+            if mine:
+                places = [self.target, *self._others]
+                share = Share(places, manifest, record, memory, self._chunk_bytes)
+                failed = await share.mend(mine)
+                for name, how, nbytes in share.mended:
+                    self.done(name, how, nbytes)
+                self.report.failed.update(failed)
+
+
+def _rank_of(name: str) -> int | None:
+    parsed = names.parse(name)
+    return None if parsed is None or parsed.kind is Name.GATHER else parsed.rank
+
+
+async def counting_manifest(place: Backend, where: Place) -> Manifest | None:
+    """The manifest that counts, or would if the checkpoint were not in quarantine."""
+    try:
+        found = await list_step(place, *where)
+        numbered = await read_numbered(place, found)
+        if numbered is not None and isinstance(numbered[1], Quarantine):
+            lower = tuple([number for number in found.decisions if number < numbered[0]])
+            numbered = await read_numbered(place, replace(found, decisions=lower))
+    except Damaged:
+        return None
+    return numbered[1] if numbered is not None and isinstance(numbered[1], Manifest) else None
+
+
+async def quarantine(place: Backend, manifest: Manifest, reason: str) -> bool:
+    """Set a checkpoint aside that cannot be mended; whether it is, now."""
+    found = await list_step(place, manifest.step, manifest.incarnation)
+    number = max(found.decisions, default=0) + 1
+    record = Quarantine(manifest.step, manifest.incarnation, number, reason, now())
+    reach("repair.quarantine.before", names.checkpoint_dir(*found.place))
+    return await publish_decision(place, record, number) is None
+
+
+async def release(place: Backend, manifest: Manifest) -> bool:
+    """Take a quarantine back: the manifest counts again, as a revision above it."""
+    found = await list_step(place, manifest.step, manifest.incarnation)
+    number = max(found.decisions, default=0) + 1
+    reach("repair.release.before", names.checkpoint_dir(*found.place))
+    return await publish_decision(place, replace(manifest, revision=number), number) is None
