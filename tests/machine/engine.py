@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from everstep.backends.api import Backend
+from everstep.errors import Damaged
 from everstep.format.manifest import Manifest
 from everstep.plan.retention import Retention
 from everstep.store.catalog import list_step, read_decision
@@ -102,12 +103,17 @@ async def prune(backend: Backend, shelf: Shelf, retention: Retention, writer: in
 
 async def load(places: Sequence[Backend], key: Key, held: Held) -> None:
     """From all ``places`` where it counts, nearest first; raises what loads do, AssertionError where a byte differs."""
-    run_chunk = kit.CHUNK
-    bases = bases_at(places, run_chunk)
-    found = [(place, await standing(place, key)) for place in places]
-    sources = [
-        DurableSource(place, manifest, run_chunk, bases=bases)
-        for place, manifest in found
-        if manifest is not None
-    ]
+    bases = bases_at(places, kit.CHUNK)
+    sources: list[DurableSource] = []
+    errors: list[Damaged] = []
+    for place in places:
+        try:
+            manifest = await standing(place, key)
+        except Damaged as error:
+            errors.append(error)
+            continue
+        if manifest is not None:
+            sources.append(DurableSource(place, manifest, kit.CHUNK, bases=bases))
+    if not sources:
+        raise errors[0]
     await compare(sources, held)

@@ -32,7 +32,7 @@ from .world import Held, Key, Trainer
 
 SEEDS = st.integers(0, 2**16)
 WHICH = st.integers(0, 11)
-KILL = st.one_of(st.none(), st.integers(0, 12), st.integers(0, 120))
+KILL = st.one_of(st.none(), st.none(), st.integers(0, 20), st.integers(0, 300))
 """The point, counted as they are reached, at which the process dies; most often it does not come that far."""
 PLACE = st.sampled_from(PLACES)
 STEPS_GAP = 1
@@ -176,10 +176,11 @@ class Checkpoints(RuleBasedStateMachine):
         self.pending = None
         self.do(name, work, kill, {}, SaveAbandoned, NoCheckpoint, Pruned)
 
-    @precondition(lambda self: self.places[ROOT].standing)
+    @precondition(lambda self: self.deltas())
     @rule(which=WHICH, kill=KILL)
     def merge(self, which: int, kill: int | None) -> None:
-        key = self.pick(ROOT, which)
+        deltas = self.deltas()
+        key = deltas[-1 - which % len(deltas)]
 
         async def work(backends: Backends) -> None:
             made = await engine.merge(backends[ROOT], list(backends.values()), key)
@@ -187,7 +188,8 @@ class Checkpoints(RuleBasedStateMachine):
 
         if self.do(f"merge {key}", work, kill, {ROOT: {key}}):
             self.look()
-            assert self.places[ROOT].standing[key].manifest.kind == "full"
+            # What was given up meanwhile is not made anew.
+            assert self.places[ROOT].standing[key].manifest.kind == "full" or not self.counts(key)
 
     @precondition(lambda self: self.places[ROOT].standing)
     @rule(which=WHICH, kill=KILL)
@@ -275,7 +277,7 @@ class Checkpoints(RuleBasedStateMachine):
     @rule(
         which=WHICH,
         place=PLACE,
-        what=st.sampled_from(["image", "image", "image", "vote", "vote", "layout", "decision", "record", "run"]),
+        what=st.sampled_from(["image"] * 4 + ["vote"] * 3 + ["layout", "decision", "decision", "record", "run"]),
         object_=st.integers(0, 50),
         how=st.sampled_from(["flip", "cut", "remove"]),
         seed=SEEDS,
@@ -295,10 +297,10 @@ class Checkpoints(RuleBasedStateMachine):
         }[what]
         name = found[object_ % len(found)]
         path = at.path / name
-        if not path.exists():
-            return
-        data = path.read_bytes()
-        if not data:
+        data = path.read_bytes() if path.exists() else b""
+        # Without the run's records hardly anything can be done: they are harmed only where they can be mended.
+        other = self.places[TIER if place == ROOT else ROOT]
+        if not data or (what in ("record", "run") and (name in other.harmed or not (other.path / name).exists())):
             return
         if how == "flip" or what in ("record", "run"):
             spot = seed % len(data)
@@ -321,7 +323,8 @@ class Checkpoints(RuleBasedStateMachine):
             self.look()
             left = wanted & self.places[place].harmed.keys()
             assert not left, f"{sorted(left)} could be mended from {other}"
-            self.open[place] = set()
+            if not self.places[place].harmed:
+                self.open[place] = set()
 
     @precondition(lambda self: self.places[ROOT].standing)
     @rule(place=PLACE)
@@ -342,6 +345,9 @@ class Checkpoints(RuleBasedStateMachine):
         """The newest ones most."""
         keys = sorted(self.places[place].standing)
         return keys[-1 - which % len(keys)]
+
+    def deltas(self) -> list[Key]:
+        return sorted(key for key, seen in self.places[ROOT].standing.items() if seen.manifest.kind == "delta")
 
     def look(self) -> None:
         async def work(backends: Backends) -> None:

@@ -60,6 +60,7 @@ class Process:
                     raise Killed(name)
 
         async def go() -> T:
+            asyncio.get_running_loop().set_exception_handler(lambda loop, what: None)  # the dead tell nothing
             backends = {place: LocalBackend(self.path(place)) for place in PLACES}
             try:
                 return await work(backends)
