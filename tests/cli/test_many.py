@@ -1,5 +1,5 @@
-"""A run of a thousand checkpoints in chains: what the commands ask for, and the processor time that they take, grow with
-the number of manifests and no faster."""
+"""A run of a thousand checkpoints in chains: what the commands ask for, and the processor time that they take, grow
+with the number of manifests and no faster."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The state machine: a trainer that saves, goes back and dies, shelves that are pruned, harmed and repaired; and a model
-of what must be there after each step."""
+"""The state machine: a trainer that saves, goes back and dies, shelves that are pruned, harmed and repaired; and a
+model of what must be there after each step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from everstep.errors import EverstepError, Pruned, SaveAbandoned
-from everstep.errors import NoCheckpoint
+from everstep.errors import EverstepError, NoCheckpoint, Pruned, SaveAbandoned
 from everstep.format import names
-from everstep.format.manifest import Manifest, Quarantine
+from everstep.format.manifest import Quarantine
 from everstep.plan.retention import Retention
-from everstep.store import fsck
 from everstep.store.findings import Finding, Kind, Severity
 from everstep.store.fsck import check
 from everstep.store.pins import add_pin, list_pins, remove_pins
@@ -22,7 +20,7 @@ from everstep.store.repair_run import check_and_mend
 from everstep.store.scrub import Scrub
 from everstep.store.shelf import Shelf
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.store import store_kit as kit
 
@@ -41,6 +39,11 @@ STANDING_MAX = 9
 HARMED_MAX = 4
 
 Work = Callable[[Backends], Awaitable[Any]]
+
+
+def is_record(name: str) -> bool:
+    """Whether it is run.json, or the record of an incarnation."""
+    return name == names.RUN or name.startswith(names.INCARNATIONS)
 
 
 class Checkpoints(RuleBasedStateMachine):
@@ -112,11 +115,13 @@ class Checkpoints(RuleBasedStateMachine):
 
     def records_harmed(self, *places: str) -> bool:
         """Whether the run's own records are harmed."""
-        return any(name.count("/") < 2 and not name.startswith("layouts") for p in places for name in self.places[p].harmed)
+        return any(is_record(name) for place in places for name in self.places[place].harmed)
 
     # -- doing
 
-    def do(self, name: str, work: Work, kill: int | None, touched: dict[str, set[Key]], *allowed: type) -> bool:
+    def do(
+        self, name: str, work: Work, kill: int | None, touched: dict[str, set[Key]], *allowed: type
+    ) -> bool:
         """Whether it was done to its end. ``allowed`` errors end it, too; any, where something is harmed."""
         harmed = any(place.harmed for place in self.places.values())
         try:
@@ -210,7 +215,9 @@ class Checkpoints(RuleBasedStateMachine):
         incarnations=st.sampled_from([None, None, 1]),
         kill=KILL,
     )
-    def prune(self, place: str, last: int, every: int | None, incarnations: int | None, kill: int | None) -> None:
+    def prune(
+        self, place: str, last: int, every: int | None, incarnations: int | None, kill: int | None
+    ) -> None:
         if not self.places[place].path.exists():
             return
         shelf, writer = self.shelves[place], self.incarnation
@@ -277,7 +284,9 @@ class Checkpoints(RuleBasedStateMachine):
     @rule(
         which=WHICH,
         place=PLACE,
-        what=st.sampled_from(["image"] * 4 + ["vote"] * 3 + ["layout", "decision", "decision", "record", "run"]),
+        what=st.sampled_from(
+            ["image"] * 4 + ["vote"] * 3 + ["layout", "decision", "decision", "record", "run"]
+        ),
         object_=st.integers(0, 50),
         how=st.sampled_from(["flip", "cut", "remove"]),
         seed=SEEDS,
@@ -300,7 +309,9 @@ class Checkpoints(RuleBasedStateMachine):
         data = path.read_bytes() if path.exists() else b""
         # Without the run's records hardly anything can be done: they are harmed only where they can be mended.
         other = self.places[TIER if place == ROOT else ROOT]
-        if not data or (what in ("record", "run") and (name in other.harmed or not (other.path / name).exists())):
+        if not data or (
+            what in ("record", "run") and (name in other.harmed or not (other.path / name).exists())
+        ):
             return
         if how == "flip" or what in ("record", "run"):
             spot = seed % len(data)
@@ -347,7 +358,9 @@ class Checkpoints(RuleBasedStateMachine):
         return keys[-1 - which % len(keys)]
 
     def deltas(self) -> list[Key]:
-        return sorted(key for key, seen in self.places[ROOT].standing.items() if seen.manifest.kind == "delta")
+        return sorted(
+            key for key, seen in self.places[ROOT].standing.items() if seen.manifest.kind == "delta"
+        )
 
     def look(self) -> None:
         async def work(backends: Backends) -> None:
@@ -371,16 +384,16 @@ class Checkpoints(RuleBasedStateMachine):
             return name not in there.harmed and path.exists()
 
         def can(name: str) -> bool:
-            return name not in here.harmed or (is_right(name) and (there.path / name).read_bytes() == here.harmed[name])
+            return name not in here.harmed or (
+                is_right(name) and (there.path / name).read_bytes() == here.harmed[name]
+            )
 
-        if not all(can(name) for name in here.harmed if name.count("/") < 2 and not name.startswith("layouts")):
+        if not all(can(name) for name in here.harmed if is_record(name)):
             return set()
         found = {name for name in here.harmed if name.count("/") < 2 and can(name)}
         for seen in here.standing.values():
             found |= {name for name in seen.votes.values() if can(name)}
-            found |= {
-                name for name, rank in seen.images.items() if can(name) and can(seen.votes[rank])
-            }
+            found |= {name for name, rank in seen.images.items() if can(name) and can(seen.votes[rank])}
         return found & here.harmed.keys()
 
     @invariant()
@@ -410,10 +423,16 @@ class Checkpoints(RuleBasedStateMachine):
     def stands(self, place: str) -> None:
         """Bases of what stands do, and what is pinned."""
         at = self.places[place]
-        hidden = {key for key, decision in at.decided.items() if decision is None or isinstance(decision, Quarantine)}
+        hidden = {
+            key
+            for key, decision in at.decided.items()
+            if decision is None or isinstance(decision, Quarantine)
+        }
         for key, seen in at.standing.items():
             parent = seen.manifest.parent_key
-            assert parent is None or parent in at.standing or parent in hidden, f"{key} lacks {parent} at {place}"
+            assert parent is None or parent in at.standing or parent in hidden, (
+                f"{key} lacks {parent} at {place}"
+            )
         for key in self.pins[place].values():
             assert key in at.standing or key in hidden, f"{key} is pinned at {place}"
 
@@ -431,9 +450,10 @@ class Checkpoints(RuleBasedStateMachine):
                 decision = at.decided.get(manifest.parent_key)  # type: ignore[arg-type]
                 if decision is None or isinstance(decision, Quarantine):
                     continue
-            elif finding.kind in (Kind.UNDECIDED, Kind.MISSING) and key in self.open[place]:
-                continue
-            elif any(name.startswith(finding.name + "/") for name in at.harmed):  # the base's directory
+            unfinished = finding.kind in (Kind.UNDECIDED, Kind.MISSING) and key in self.open[place]
+            if unfinished or any(
+                name.startswith(finding.name + "/") for name in at.harmed
+            ):  # a base's directory
                 continue
             raise AssertionError(f"{place}: nothing explains {finding}")
 
@@ -441,7 +461,7 @@ class Checkpoints(RuleBasedStateMachine):
         """All that is damaged is said to be."""
         at = self.places[place]
         told = {finding.name for finding in said if finding.severity is Severity.DAMAGE}
-        must = {name for name in at.harmed if name in (names.RUN,) or name.startswith(names.INCARNATIONS)}
+        must = {name for name in at.harmed if is_record(name)}
         for key, seen in at.standing.items():
             must |= {name for name in (*seen.votes.values(), *seen.layouts) if name in at.harmed}
             if names.RUN in at.harmed:
@@ -454,6 +474,3 @@ class Checkpoints(RuleBasedStateMachine):
                 if name in at.harmed and seen.votes[rank] not in at.harmed and whole:
                     must.add(name)
         assert must <= told, f"{place}: {sorted(must - told)} are damaged, and nothing is said"
-
-
-__all__ = ["Checkpoints", "Manifest", "fsck"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -82,7 +81,8 @@ class Trainer:
     values: Values = field(default_factory=dict)
 
     def train(self, change: str, layout: str, seed: int) -> None:
-        """Change some of it: "dense" all floats a little, "sparse" a few bytes, "none" nothing; new entries are made."""
+        """Change some of it: "dense" all floats a little, "sparse" a few bytes, "none" nothing. What is new gets
+        values."""
         numbers = np.random.default_rng(seed)
         self.shape = self.shape.changed(layout)
         new: Values = {}
