@@ -105,10 +105,9 @@ class Checkpoints(RuleBasedStateMachine):
     def is_good(self, key: Key) -> bool:
         """Whether it must load from both places together: each level whole at one of them."""
         for place in self.places.values():
-            seen = place.standing.get(key)
-            if seen is None or seen.objects & place.harmed.keys():
+            if not place.is_whole(key):
                 continue
-            parent = seen.manifest.parent_key
+            parent = place.standing[key].manifest.parent_key
             if parent is None or self.is_good(parent):
                 return True
         return False
@@ -391,9 +390,16 @@ class Checkpoints(RuleBasedStateMachine):
         if not all(can(name) for name in here.harmed if is_record(name)):
             return set()
         found = {name for name in here.harmed if name.count("/") < 2 and can(name)}
-        for seen in here.standing.values():
+        for key, seen in here.standing.items():
             found |= {name for name in seen.votes.values() if can(name)}
-            found |= {name for name, rank in seen.images.items() if can(name) and can(seen.votes[rank])}
+            proved = {name for name, rank in seen.images.items() if can(seen.votes[rank])}
+            # Another attempt, which is whole there, has the same images, though in other objects.
+            other_way = (
+                key in there.standing
+                and there.standing[key].manifest.attempt != seen.manifest.attempt
+                and all(there.is_whole(one) for one in there.chain(key))
+            )
+            found |= {name for name in proved if can(name) or (other_way and not name.endswith(".packed"))}
         return found & here.harmed.keys()
 
     @invariant()
@@ -443,7 +449,7 @@ class Checkpoints(RuleBasedStateMachine):
             if finding.severity is Severity.INFO or finding.severity is Severity.WARNING:
                 continue
             key = finding.incarnation, finding.step
-            if finding.name in at.harmed:
+            if finding.name in at.harmed or _doubtful(at, finding.name):
                 continue
             if finding.kind is Kind.CHAIN:
                 manifest = at.standing[key].manifest  # type: ignore[index]
@@ -463,14 +469,21 @@ class Checkpoints(RuleBasedStateMachine):
         told = {finding.name for finding in said if finding.severity is Severity.DAMAGE}
         must = {name for name in at.harmed if is_record(name)}
         for key, seen in at.standing.items():
+            if at.is_doubtful(key):
+                continue
             must |= {name for name in (*seen.votes.values(), *seen.layouts) if name in at.harmed}
             if names.RUN in at.harmed:
                 continue
             below = at.chain(key)[1:]
-            whole = all(
-                one in at.standing and not at.standing[one].objects & at.harmed.keys() for one in below
-            )
+            whole = all(at.is_whole(one) for one in below)
             for name, rank in seen.images.items():
                 if name in at.harmed and seen.votes[rank] not in at.harmed and whole:
                     must.add(name)
         assert must <= told, f"{place}: {sorted(must - told)} are damaged, and nothing is said"
+
+
+def _doubtful(place: Place, name: str) -> bool:
+    parsed = names.parse(name)
+    if parsed is None or parsed.step is None or parsed.incarnation is None:
+        return False
+    return place.is_doubtful((parsed.incarnation, parsed.step))

@@ -171,6 +171,17 @@ class Place:
         else:
             path.write_bytes(data)
 
+    def is_doubtful(self, key: Key) -> bool:
+        """Whether one of its decisions is harmed: what seems to count may be a former attempt, of which nothing is
+        left."""
+        prefix = names.checkpoint_dir(key[1], key[0]) + "/manifest"
+        return any(name.startswith(prefix) for name in self.harmed)
+
+    def is_whole(self, key: Key) -> bool:
+        """Whether it counts, and nothing of it is harmed but perhaps its base."""
+        seen = self.standing.get(key)
+        return seen is not None and not seen.objects & self.harmed.keys() and not self.is_doubtful(key)
+
     def chain(self, key: Key) -> list[Key]:
         """The checkpoint and its bases, as far as they stand here."""
         found = [key]
