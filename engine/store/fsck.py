@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
@@ -33,7 +34,6 @@ from .findings import Finding, Kind, Severity
 from .fsck_images import Extent, Images
 from .pins import list_pins
 from .runs import incarnation_numbers, open_run, read_incarnation
-from .sources import DurableSource
 from .votes import read_gather
 
 WHOLE = Extent()
@@ -78,6 +78,8 @@ class _Run:
     lineage: Lineage | None = None
     newest: tuple[int, int] = (-1, -1)
     sizes: dict[str, int] = field(default_factory=dict)
+    files: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """Names in ``sizes`` by the directory in which they lie."""
     layouts_seen: set[str] = field(default_factory=set)
     standing: dict[tuple[int, int], Manifest] = field(default_factory=dict)
 
@@ -220,6 +222,7 @@ async def _list_all(run: _Run, step: int | None) -> None:
     with reading(run.backend, prefix):
         async for item in run.backend.list(prefix):
             run.sizes[item.name] = item.nbytes
+            run.files[item.name.rpartition("/")[0]].append(item.name)
 
 
 async def _read(run: _Run, found: StepNames) -> _Checkpoint:
@@ -275,8 +278,7 @@ def _missing(found: StepNames, name: str, why: str, hurt: str) -> Finding:
 
 
 def _files(run: _Run, found: StepNames, attempt: int) -> list[str]:
-    directory = names.attempt_dir(found.step, found.incarnation, attempt) + "/"
-    return [name for name in run.sizes if name.startswith(directory)]
+    return run.files.get(names.attempt_dir(found.step, found.incarnation, attempt), [])
 
 
 def _tombstone(run: _Run, found: StepNames, tombstone: Tombstone) -> Finding:
@@ -317,7 +319,7 @@ async def _manifest(
     run: _Run, found: StepNames, manifest: Manifest, images: Images
 ) -> AsyncIterator[Finding]:
     """Votes, layouts, states and images of a checkpoint that counts."""
-    source = DurableSource(run.backend, manifest, run.chunk_bytes or 1, bases=images.bases)
+    source = await images.source(manifest)
     run.layouts_seen.update(record.layout_hash for record in manifest.ranks)
     reported: set[str] = set()
     broken = await _chain(run, found, manifest)

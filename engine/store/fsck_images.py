@@ -21,9 +21,10 @@ from everstep.format.vote import STATE_IMAGE, ImageRecord, StoredRecord
 from everstep.plan.coverage import check_coverage
 
 from .asking import each
-from .catalog import read_layout
+from .bases import Bases, Key
+from .catalog import list_step, read_decision, read_layout
 from .proving import bad_chunks, changed_chunk, check_record
-from .sources import DurableSource, bases_at
+from .sources import DurableSource
 from .streaming import ReadInto
 
 IMAGES_PARALLEL = 4
@@ -82,7 +83,10 @@ class Images:
         self._limit = TokenBucket(extent.bytes_per_s)
         self._until = None if extent.seconds is None else time.monotonic() + extent.seconds
         self.named: set[str] = set()
-        self.bases = bases_at([backend], chunk_bytes or 1)
+        self.bases = Bases()
+        self.bases.add(self._find)
+        self._expected_ones: dict[Key, Manifest] = {}
+        self._parents: set[Key | None] = set()
         self._progress = progress
         self._done = 0
         self._total = 0
@@ -92,6 +96,28 @@ class Images:
     def expect(self, manifest: Manifest) -> None:
         """Count the bytes of a checkpoint that will be checked."""
         self._total += sum(record.objects_nbytes for record in manifest.ranks)
+        self._expected_ones[manifest.incarnation, manifest.step] = manifest
+        self._parents.add(manifest.parent_key)
+
+    async def source(self, manifest: Manifest) -> DurableSource:
+        """To check the checkpoint with: the one by which deltas find it, so that votes are read once."""
+        key = manifest.incarnation, manifest.step
+        if key in self._parents and key in self._expected_ones:
+            for found in await self.bases.sources(key):
+                if isinstance(found, DurableSource):
+                    return found
+        return self._source(manifest)
+
+    def _source(self, manifest: Manifest) -> DurableSource:
+        return DurableSource(self.backend, manifest, self.chunk_bytes or 1, bases=self.bases)
+
+    async def _find(self, key: Key) -> DurableSource | None:
+        """A base. What was expected is believed once: who asks again has found that it was replaced meanwhile."""
+        manifest = self._expected_ones.pop(key, None)
+        if manifest is None:
+            decision = await read_decision(self.backend, await list_step(self.backend, key[1], key[0]))
+            manifest = decision if isinstance(decision, Manifest) else None
+        return self._source(manifest) if manifest is not None else None
 
     async def check(self, source: DurableSource) -> AsyncIterator[EverstepError]:
         """The errors of one checkpoint; none where rotation removed it meanwhile."""
@@ -124,10 +150,11 @@ class Images:
             # Without hashes at least what is there can be said.
             found.images = await self._expected(record)
         self.named.update(source.locate(record.rank, image.name) for image in found.images)
-        if found.errors:
-            return found
         try:
-            found.layout = await source.layout(record.rank)
+            if found.errors:  # the layout is needed whatever the vote is
+                await source.explained(read_layout(self.backend, record.layout_hash))
+            else:
+                found.layout = await source.layout(record.rank)
         except Pruned:
             raise
         except RunError as error:

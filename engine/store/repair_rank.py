@@ -19,8 +19,9 @@ from everstep.format.manifest import Manifest, RankRecord
 from everstep.format.vote import ImageRecord, StoredRecord, Vote, decode_vote, vote_hash
 
 from .asking import reading, writing
+from .catalog import list_step, read_decision
 from .revote import remade_votes
-from .sources import ArenaSource
+from .sources import ArenaSource, DurableSource, bases_at
 
 PIECE_BYTES = 8 << 20
 """One read and one write; at least a chunk."""
@@ -114,7 +115,7 @@ class Share:
     async def _image(self, image: ImageRecord, name: str, chunk_bytes: int) -> str:
         """Write the object anew, each chunk from the first holder that has it right; why not, "" if it is."""
         stored = image.object
-        holders = self._holders(image, name)
+        holders = await self._holders(image, name, chunk_bytes)
         step = max(PIECE_BYTES // chunk_bytes, 1) * chunk_bytes
         used: dict[str, None] = {}
         room = mmap.mmap(-1, step)
@@ -137,17 +138,34 @@ class Share:
         self.mended.append((name, "from " + ", ".join(used), stored.nbytes))
         return ""
 
-    def _holders(self, image: ImageRecord, name: str) -> list[_Holder]:
-        """Who may have the object's bytes: the places, and, where it is the image's own bytes, memory."""
+    async def _holders(self, image: ImageRecord, name: str, chunk_bytes: int) -> list[_Holder]:
+        """Who may have the object's bytes: the places, and, where it is the image's own bytes, memory, and places that
+        have another attempt of the checkpoint, which may be a delta."""
         holders = [_Holder(place.url, _of_place(place, name)) for place in (self._target, *self._others)]
         if image.stored is None:
             rank = self._record.rank
             holders += [
-                _Holder(source.label, _of_memory(source, rank, image.name))
+                _Holder(source.label, _of_source(source, rank, image.name))
                 for source in self._memory
                 if source.has(rank, image.name)
             ]
+            holders += [
+                _Holder(source.label, _of_source(source, rank, image.name))
+                for source in await self._other_attempts(chunk_bytes)
+            ]
         return holders
+
+    async def _other_attempts(self, chunk_bytes: int) -> list[DurableSource]:
+        """The other places at which another attempt counts: before a synthetic full, say, or after it."""
+        bases = bases_at([*self._others, self._target], chunk_bytes)
+        found = []
+        for place in self._others:
+            with suppress(RunError):
+                names_there = await list_step(place, self._manifest.step, self._manifest.incarnation)
+                decision = await read_decision(place, names_there)
+                if isinstance(decision, Manifest) and decision.attempt != self._manifest.attempt:
+                    found.append(DurableSource(place, decision, chunk_bytes, bases=bases))
+        return [source for source in found if self._record.rank in source.ranks]
 
 
 def _of_place(place: Backend, name: str) -> Read:
@@ -157,7 +175,7 @@ def _of_place(place: Backend, name: str) -> Read:
     return read
 
 
-def _of_memory(source: ArenaSource, rank: int, image: str) -> Read:
+def _of_source(source: ArenaSource | DurableSource, rank: int, image: str) -> Read:
     async def read(offset: int, view: memoryview) -> None:
         await source.read_into(rank, image, offset, view)
 

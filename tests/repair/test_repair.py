@@ -398,3 +398,19 @@ def test_a_check_that_is_switched_off_is_missed(
     name = harmed(whole, tmp_path / "run", DAMAGES[what])
     with pytest.raises((AssertionError, EverstepError)):
         assert_said(tmp_path / "run", name, DAMAGES[what])
+
+
+@pytest.mark.parametrize("what", ["a vote missing", "a bit of a vote's header"])
+@pytest.mark.parametrize("other", ["a layout missing", "a bit of a layout"])
+def test_a_damaged_vote_does_not_hide_that_of_its_layout(
+    whole: Path, tmp_path: Path, what: str, other: str
+) -> None:
+    root, tier = tmp_path / "run", tmp_path / "tier"
+    name = harmed(whole, root, DAMAGES[other])
+    DAMAGES[what].act(root / VOTE)
+    for step in (1, 2):  # whose votes lead to the same layout
+        shutil.rmtree(root / names.step_dir(step))
+    assert {(DAMAGES[other].kind, name), (DAMAGES[what].kind, VOTE)} <= set(bad(look(root).after))
+    shutil.copytree(whole, tier)
+    assert bad(mend(root, tier).after) == []
+    assert (root / name).read_bytes() == (whole / name).read_bytes()
