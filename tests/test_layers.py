@@ -17,12 +17,13 @@ import pytest
 
 from tests.sources import PACKAGES, TOP, Arrow, arrows, layer_of, module_of, modules, sources
 
-STORE = frozenset({"errors", "format", "plan", "memory", "backends"})
+STORE = frozenset({"errors", "format", "codec", "plan", "memory", "backends"})
 EVERYTHING = frozenset({"facade", "agent", "peers", "exchange", "state", "snapshot", "store", *STORE})
 MAY_IMPORT = {
     "errors": frozenset[str](),
     "backends": frozenset[str](),
     "format": frozenset({"errors"}),
+    "codec": frozenset({"errors", "format"}),
     "plan": frozenset({"errors", "format"}),
     "memory": frozenset({"errors", "format"}),
     "store": STORE,
@@ -42,13 +43,17 @@ MAY_IMPORT = {
 
 TORCH_LAYERS = frozenset({"state", "snapshot", "facade", "dcp", "port", "demo", "benchmarks"})
 LAZY_TORCH = {
+    "everstep.codec.chunk": "numpy",
+    "everstep.codec.planes": "numpy",
+    "everstep.codec.probe": "numpy",
+    "everstep.codec.streams": "numpy",
     "everstep.store.fill": "numpy",
     "everstep.format.columns": "numpy",
     "everstep.plan.coverage": "numpy",
     "everstep.plan.galois": "numpy",
 }
 """Outside those layers: only inside functions that fsck and the agent do not call, or call only for jobs that have
-tensors of the whole job, whose coverage is checked with arrays."""
+tensors of the whole job, whose coverage is checked with arrays, or for packed images."""
 
 LIGHT = ("everstep", "everstep.places", "everstep.policy", "everstep.sizing", "everstep.state.codec")
 """Besides the layers without torch, what the maintenance commands use."""
@@ -166,7 +171,7 @@ def test_design_names_every_layer() -> None:
     """The table of DESIGN.md says what this test demands."""
     page = (TOP / "engine" / "DESIGN.md").read_text()
     rows = dict(re.findall(r"^\| `everstep\.(\w+)` \|[^|]*\|([^|]*)\|$", page, re.M))
-    for layer in ("format", "plan", "memory", "state", "snapshot"):
+    for layer in ("format", "codec", "plan", "memory", "state", "snapshot"):
         assert {word.strip() for word in rows[layer].split(",")} == MAY_IMPORT[layer], layer
     assert rows["errors"].strip() == "nothing"
     assert rows["backends"].strip() == "nothing of everstep"

@@ -1,0 +1,1 @@
+"""How a chunk of an image is coded, with or without the same chunk of a base."""
