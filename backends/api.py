@@ -73,8 +73,8 @@ class Writer(Protocol):
         ...
 
     async def commit(self) -> None:
-        """Check the length against the size given at the start, make durable, publish. After an error the
-        object may have been published or not, never in part; writing it again is always right."""
+        """Check the length against the size given at the start (unless it may be less), make durable, publish. After
+        an error the object may have been published or not, never in part; writing it again is always right."""
         ...
 
     async def abort(self) -> None: ...
@@ -115,8 +115,11 @@ class Backend(Protocol):
         """Size in bytes. Raises NotFound."""
         ...
 
-    async def open_writer(self, name: str, nbytes: int, notes: Notes | None = None) -> Writer:
-        """Start writing an object of ``nbytes``. An existing object of that name is replaced at commit.
+    async def open_writer(
+        self, name: str, nbytes: int, notes: Notes | None = None, *, at_most: bool = False
+    ) -> Writer:
+        """Start writing an object of ``nbytes``, or, with ``at_most``, of as many as are written until the commit, and
+        ``nbytes`` at most. An existing object of that name is replaced at commit.
 
         With ``notes`` the writer may go on where one that was killed stopped: the caller writes all bytes again, and
         what is there already, with the same checksum, is not sent. Notes belong to one object of one place; a

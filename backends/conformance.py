@@ -235,6 +235,24 @@ class BackendConformance:
         assert await other.leftovers() == []
 
     @case
+    async def test_an_object_that_turns_out_shorter(self, backend: Backend, other: Backend) -> None:
+        for bound, nbytes in ((100, 10), (3 << 20, (1 << 20) + 5), (20 << 20, (9 << 20) + 1), (20 << 20, 0)):
+            writer = await backend.open_writer("a", bound, at_most=True)
+            data = content(nbytes)
+            await feed(writer, data, 3 << 20)
+            await writer.commit()
+            assert await other.read("a") == data
+        whole = await backend.open_writer("a", 10, at_most=True)
+        await whole.write(memoryview(b"0123456789"))
+        await whole.commit()
+        long = await backend.open_writer("a", 10, at_most=True)
+        with refused(Permanent):
+            await long.write(memoryview(bytes(11)))
+        await long.abort()
+        assert await other.read("a") == b"0123456789"
+        assert await other.leftovers() == []
+
+    @case
     async def test_writers_side_by_side(self, backend: Backend, other: Backend) -> None:
         objects = {f"d{index % 3}/{index}": content(50_000 + index, index) for index in range(12)}
         await asyncio.gather(*(put(backend, name, data, 7000) for name, data in objects.items()))

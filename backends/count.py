@@ -37,9 +37,11 @@ class Counting(Wrapper):
         self.operations["size"] += 1
         return await self.inner.size(name)
 
-    async def open_writer(self, name: str, nbytes: int, notes: Notes | None = None) -> Writer:
+    async def open_writer(
+        self, name: str, nbytes: int, notes: Notes | None = None, *, at_most: bool = False
+    ) -> Writer:
         self.operations["open_writer"] += 1
-        return _CountingWriter(await self.inner.open_writer(name, nbytes, notes), self)
+        return _CountingWriter(await self.inner.open_writer(name, nbytes, notes, at_most=at_most), self)
 
     async def write(self, name: str, data: bytes) -> None:
         self.operations["write"] += 1

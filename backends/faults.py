@@ -73,9 +73,11 @@ class Faulty(Wrapper):
         struck.after()
         return nbytes
 
-    async def open_writer(self, name: str, nbytes: int, notes: Notes | None = None) -> Writer:
+    async def open_writer(
+        self, name: str, nbytes: int, notes: Notes | None = None, *, at_most: bool = False
+    ) -> Writer:
         struck = self.meet("open_writer", name)
-        writer = await self.inner.open_writer(name, nbytes, notes)
+        writer = await self.inner.open_writer(name, nbytes, notes, at_most=at_most)
         if struck.lose_answer:
             await writer.abort()
         struck.after()

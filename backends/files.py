@@ -67,10 +67,12 @@ class LocalBackend:
     async def size(self, name: str) -> int:
         return await self._run(lambda: self._files.size(name))
 
-    async def open_writer(self, name: str, nbytes: int, notes: Notes | None = None) -> LocalWriter:
+    async def open_writer(
+        self, name: str, nbytes: int, notes: Notes | None = None, *, at_most: bool = False
+    ) -> LocalWriter:
         opened: list[FileWriter] = []
         try:
-            await self._run(lambda: opened.append(self._files.open_writer(name, nbytes)))
+            await self._run(lambda: opened.append(self._files.open_writer(name, nbytes, at_most)))
         except asyncio.CancelledError:
             for writer in opened:
                 await self._run(writer.abort)

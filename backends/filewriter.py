@@ -33,11 +33,14 @@ class FileWriter:
 
     Synchronous; used by one thread at a time. Whatever fails removes the temporary and ends the writer."""
 
-    def __init__(self, door: Door, publisher: Publisher, name: str, nbytes: int) -> None:
+    def __init__(
+        self, door: Door, publisher: Publisher, name: str, nbytes: int, at_most: bool = False
+    ) -> None:
         self._door = door
         self._publisher = publisher
         self._name = name
-        self._nbytes = nbytes
+        self._nbytes = nbytes  # with at_most a bound, until it is known
+        self._at_most = at_most
         self._taken = 0  # bytes that the caller gave
         self._written = 0  # of them, given to the file; the rest is staged
         self._staging: memoryview | None = None
@@ -87,6 +90,8 @@ class FileWriter:
         if self._nbytes < DIRECT_BYTES_MIN:
             return
         self._door.set_direct(file, True)
+        if self._at_most:
+            return  # room for all of what may come to little would be refused on a disk that has enough
         try:
             self._door.fallocate(file, round_up(self._nbytes) if file.direct else self._nbytes)
         except OSError as error:
@@ -153,6 +158,8 @@ class FileWriter:
 
     def _publish(self, replace: bool) -> bool:
         file = self._open_file()
+        if self._at_most:
+            self._nbytes = self._taken
         if self._taken != self._nbytes:
             raise self._ended(f"{self._taken} bytes were written of the {self._nbytes} announced")
         published = True

@@ -123,11 +123,13 @@ class FsspecBackend:
 
     # -- writing ---------------------------------------------------------------------------------------
 
-    async def open_writer(self, name: str, nbytes: int, notes: Notes | None = None) -> FsspecWriter:
+    async def open_writer(
+        self, name: str, nbytes: int, notes: Notes | None = None, *, at_most: bool = False
+    ) -> FsspecWriter:
         check_name(name)
         if nbytes < 0:
             raise Permanent(name, f"a size of {nbytes} bytes")
-        writer = FsspecWriter(self, name, nbytes)
+        writer = FsspecWriter(self, name, nbytes, at_most)
         await writer.start()
         return writer
 
@@ -310,11 +312,12 @@ class FsspecBackend:
 class FsspecWriter:
     """A temporary that is moved to its place when it is whole."""
 
-    def __init__(self, backend: FsspecBackend, name: str, nbytes: int) -> None:
+    def __init__(self, backend: FsspecBackend, name: str, nbytes: int, at_most: bool = False) -> None:
         self._backend = backend
         self._name = name
         self._temporary = temporary_name(name)
-        self._nbytes = nbytes
+        self._nbytes = nbytes  # with at_most a bound, until it is known
+        self._at_most = at_most
         self._taken = 0
         self._file: Any = None
         self._ended = False
@@ -348,6 +351,8 @@ class FsspecWriter:
     async def commit(self) -> None:
         self._check()
         try:
+            if self._at_most:
+                self._nbytes = self._taken
             if self._taken != self._nbytes:
                 raise Permanent(
                     self._name, f"{self._taken} bytes were written of the {self._nbytes} announced"

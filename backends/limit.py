@@ -110,8 +110,12 @@ class RateLimited(Wrapper):
             limit = TokenBucket(limit, clock, sleep)
         self._limit = limit
 
-    async def open_writer(self, name: str, nbytes: int, notes: Notes | None = None) -> Writer:
-        return _LimitedWriter(await self.inner.open_writer(name, nbytes, notes), self._limit, name)
+    async def open_writer(
+        self, name: str, nbytes: int, notes: Notes | None = None, *, at_most: bool = False
+    ) -> Writer:
+        return _LimitedWriter(
+            await self.inner.open_writer(name, nbytes, notes, at_most=at_most), self._limit, name
+        )
 
     async def write(self, name: str, data: bytes) -> None:
         if len(data) <= self._limit.nbytes_max:

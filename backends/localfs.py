@@ -134,11 +134,11 @@ class LocalFiles:
 
     # -- writing ---------------------------------------------------------------------------------------
 
-    def open_writer(self, name: str, nbytes: int) -> FileWriter:
+    def open_writer(self, name: str, nbytes: int, at_most: bool = False) -> FileWriter:
         check_name(name)
         if nbytes < 0:
             raise Permanent(name, f"a size of {nbytes} bytes")
-        return FileWriter(self.door, self._publisher, name, nbytes)
+        return FileWriter(self.door, self._publisher, name, nbytes, at_most)
 
     def write(self, name: str, data: bytes) -> None:
         writer = self.open_writer(name, len(data))

@@ -84,8 +84,10 @@ class Retrying(Wrapper):
     async def size(self, name: str) -> int:
         return await self._retry(partial(self.inner.size, name))
 
-    async def open_writer(self, name: str, nbytes: int, notes: Notes | None = None) -> Writer:
-        return await self._retry(partial(self.inner.open_writer, name, nbytes, notes))
+    async def open_writer(
+        self, name: str, nbytes: int, notes: Notes | None = None, *, at_most: bool = False
+    ) -> Writer:
+        return await self._retry(partial(self.inner.open_writer, name, nbytes, notes, at_most=at_most))
 
     async def write(self, name: str, data: bytes) -> None:
         await self._retry(partial(self.inner.write, name, data))

@@ -146,11 +146,13 @@ class S3Backend:
 
     # -- writing ---------------------------------------------------------------------------------------
 
-    async def open_writer(self, name: str, nbytes: int, notes: Notes | None = None) -> S3Writer:
+    async def open_writer(
+        self, name: str, nbytes: int, notes: Notes | None = None, *, at_most: bool = False
+    ) -> S3Writer:
         check_name(name)
         if nbytes < 0:
             raise Permanent(name, f"a size of {nbytes} bytes")
-        return S3Writer(self, name, nbytes, notes)
+        return S3Writer(self, name, nbytes, notes, at_most)
 
     def target(self, name: str) -> dict[str, str]:
         """The arguments by which a request names an object."""

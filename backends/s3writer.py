@@ -90,13 +90,17 @@ class S3Writer:
     aborted. With ``notes`` the upload's id is kept in them, and the checksum that the object is to have: parts that the
     server has already, by their checksums, are not sent, nor is an object that was completed."""
 
-    def __init__(self, backend: S3Backend, name: str, nbytes: int, notes: Notes | None) -> None:
+    def __init__(
+        self, backend: S3Backend, name: str, nbytes: int, notes: Notes | None, at_most: bool = False
+    ) -> None:
         self._backend = backend
         self._client = backend.client
         self._room = backend.client.room()
         self._target = backend.target(name)
         self._name = name
-        self._nbytes = nbytes
+        self._announced = nbytes
+        self._nbytes = nbytes  # with at_most a bound, until it is known
+        self._at_most = at_most
         self._notes = notes
         self._whole = nbytes <= PART_BYTES
         self._part_bytes = nbytes if self._whole else part_bytes(nbytes, name)
@@ -134,6 +138,10 @@ class S3Writer:
     async def commit(self) -> None:
         self._check()
         try:
+            if self._at_most:
+                self._nbytes = self._taken
+                # Nothing was sent so far of what comes to less than a part.
+                self._whole = self._whole or self._taken < self._part_bytes
             if self._taken != self._nbytes:
                 raise Permanent(
                     self._name, f"{self._taken} bytes were written of the {self._nbytes} announced"
@@ -266,8 +274,14 @@ class S3Writer:
 
     def _note(self, upload: str, etag: str = "") -> bytes:
         """``etag``: what the object is to have, once it is about to be completed."""
-        facts = {"upload": upload, "name": self._name, "nbytes": self._nbytes, "part_bytes": self._part_bytes}
-        return json.dumps({**facts, "etag": etag}, sort_keys=True).encode()
+        facts = {
+            "upload": upload,
+            "name": self._name,
+            "nbytes": self._announced,
+            "part_bytes": self._part_bytes,
+            "etag": etag,
+        }
+        return json.dumps(facts, sort_keys=True).encode()
 
     # -- the end ---------------------------------------------------------------------------------------
 

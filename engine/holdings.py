@@ -19,7 +19,7 @@ from .memory.header import Kind
 from .memory.joined import AnyPin, Joined, records_of
 from .memory.slots import Pinned, SlotGone, SnapshotInfo
 from .store.flush import LAYOUT_REGION, META_REGION
-from .store.sources import check_record
+from .store.proving import check_record
 
 Key = tuple[int, int]
 """(incarnation, step)"""

@@ -31,10 +31,11 @@ from .phases import PhaseFailed, Phases
 from .ranks import Ranks
 from .reading import Filled, Reading
 from .staged import finish_staged
+from .store.bases import Bases
 from .store.blocking import run_blocking
 from .store.catalog import list_step, read_decision
-from .store.sources import TIER, DurableSource, Source
-from .store.staged import near_source
+from .store.sources import TIER, DurableSource, Source, bases_at
+from .store.staged import bases_near, near_source
 
 log = logging.getLogger("everstep")
 
@@ -309,12 +310,13 @@ class Loader:
     def _open(self, run: RunRecord, candidate: Candidate, stack: ExitStack) -> list[Source]:
         """The holders of the candidate, nearest first."""
         sources: list[Source] = []
+        bases = self._bases(run)
         if candidate.in_memory:
             sources += self._nodes.open(candidate, run.chunk_bytes, stack)
         problem: EverstepError | None = None
         for number in candidate.places:
             try:
-                source = open_durable(self._places[number], run, candidate.key)
+                source = open_durable(self._places[number], run, candidate.key, bases)
                 source.kind = TIER if number else source.kind
                 sources.append(source)
             except EverstepError as error:  # the next holder may do
@@ -322,24 +324,31 @@ class Loader:
         if problem is not None and not sources:
             raise problem
         durable = next((source for source in sources if isinstance(source, DurableSource)), None)
-        near = self._open_near(run, durable.manifest) if durable is not None else None
+        near = self._open_near(run, durable.manifest, bases) if durable is not None else None
         if durable is not None and near is not None:
             sources.insert(sources.index(durable), near)
         return sources
 
-    def _open_near(self, run: RunRecord, manifest: Manifest) -> Source | None:
+    def _bases(self, run: RunRecord) -> Bases:
+        """Finds what deltas are based on, wherever it lies."""
+        if self._near is None:
+            return bases_at(self._places, run.chunk_bytes)
+        return bases_near(self._near, self._places, run)
+
+    def _open_near(self, run: RunRecord, manifest: Manifest, bases: Bases) -> Source | None:
         """What this node's own tier has. It may have nothing, and nothing depends on it."""
         if self._near is None:
             return None
         try:
-            return run_blocking(near_source(self._near, manifest, run))
+            return run_blocking(near_source(self._near, manifest, run, bases))
         except EverstepError as error:
             log.warning("everstep: step %d is read from farther away: %s", manifest.step, error)
             return None
 
 
-def open_durable(backend: Backend, run: RunRecord, key: Key) -> DurableSource:
-    """The checkpoint ``key`` on the backend. Pruned if it is being removed, Damaged if nothing decides for it."""
+def open_durable(backend: Backend, run: RunRecord, key: Key, bases: Bases | None = None) -> DurableSource:
+    """The checkpoint ``key`` on the backend; ``bases`` finds what it is based on. Pruned if it is being removed,
+    Damaged if nothing decides for it."""
 
     async def read() -> Manifest:
         decision = await read_decision(backend, await list_step(backend, key[1], key[0]))
@@ -347,7 +356,7 @@ def open_durable(backend: Backend, run: RunRecord, key: Key) -> DurableSource:
             return decision
         raise Pruned(f"step {key[1]} (incarnation {key[0]}) was removed meanwhile", step=key[1])
 
-    return DurableSource(backend, run_blocking(read()), run.chunk_bytes)
+    return DurableSource(backend, run_blocking(read()), run.chunk_bytes, bases=bases)
 
 
 def _no_such_step(step: int, url: str, steps: Sequence[int]) -> NoCheckpoint:

@@ -12,6 +12,7 @@ from .errors import EverstepError
 from .format.manifest import Manifest
 from .format.records import RunRecord
 from .ranks import Ranks
+from .store.bases import CHAIN_MAX
 from .store.blocking import run_blocking
 from .store.catalog import list_step, read_decision
 from .store.mirror import conclude, copy_records, mend_rank, standing
@@ -22,19 +23,40 @@ THREADS = 2
 
 
 def mend(ranks: Ranks, places: Sequence[Backend], key: tuple[int, int], *, timeout_s: float) -> None:
-    """Of the checkpoint ``key``, at every place but the farthest, whatever is not as it was committed. ``places`` are
-    the durable tiers, nearest first; what retention removed somewhere stays removed there. All ranks call it, each sees
-    to its share; no tier is the worse for a failure, which is raised by all."""
+    """Of the checkpoint ``key``, and of those that it is based on, at every place but the farthest, whatever is not as
+    it was committed. ``places`` are the durable tiers, nearest first; what retention removed somewhere stays removed
+    there. All ranks call it, each sees to its share; no tier is the worse for a failure, which is raised by all."""
 
     def share() -> int:
-        return run_blocking(_mend(places, key, ranks.rank, ranks.world))
+        return run_blocking(_mend_chain(places, key, ranks.rank, ranks.world))
 
     sent = ranks.together("mending the nearer tiers", share, timeout_s=timeout_s)
     if sent:
         log.info("everstep: step %d: %d bytes were mended by rank %d", key[1], sent, ranks.rank)
     ranks.from_first(
-        "mending the nearer tiers", lambda: run_blocking(_conclude(places, key)), timeout_s=timeout_s
+        "mending the nearer tiers", lambda: run_blocking(_conclude_chain(places, key)), timeout_s=timeout_s
     )
+
+
+async def _chain(places: Sequence[Backend], key: tuple[int, int]) -> list[tuple[int, int]]:
+    """The checkpoint and what it is based on, the latter first."""
+    found = [key]
+    while len(found) <= CHAIN_MAX:
+        manifests = [await _at(place, found[0]) for place in places]
+        parent = next((one.parent_key for one in manifests if one is not None), None)
+        if parent is None:
+            break
+        found.insert(0, parent)
+    return found
+
+
+async def _mend_chain(places: Sequence[Backend], key: tuple[int, int], rank: int, world: int) -> int:
+    return sum([await _mend(places, one, rank, world) for one in await _chain(places, key)])
+
+
+async def _conclude_chain(places: Sequence[Backend], key: tuple[int, int]) -> None:
+    for one in await _chain(places, key):
+        await _conclude(places, one)
 
 
 async def _mend(places: Sequence[Backend], key: tuple[int, int], rank: int, world: int) -> int:

@@ -21,7 +21,8 @@ from .memory.errors import ArenaGone, SlotGone
 from .peers.described import parity_image
 from .plan import galois
 from .plan.parity import ParityGroup, Part
-from .store.sources import REBUILT, Source, bad_chunks, changed_chunk
+from .store.proving import bad_chunks, changed_chunk
+from .store.sources import REBUILT, Source
 
 PARITY_RANK = -1
 """As whose snapshot a parity slot is read and served; its images are the parity blocks."""

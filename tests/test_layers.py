@@ -47,6 +47,7 @@ LAZY_TORCH = {
     "everstep.codec.planes": "numpy",
     "everstep.codec.probe": "numpy",
     "everstep.codec.streams": "numpy",
+    "everstep.store.bases": "numpy",
     "everstep.store.fill": "numpy",
     "everstep.format.columns": "numpy",
     "everstep.plan.coverage": "numpy",

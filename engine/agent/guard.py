@@ -51,9 +51,11 @@ class SameRun(Wrapper):
         if self.capabilities.flat:
             self._trusted_until = time.monotonic() + LOOK_S
 
-    async def open_writer(self, name: str, nbytes: int, notes: Notes | None = None) -> Writer:
+    async def open_writer(
+        self, name: str, nbytes: int, notes: Notes | None = None, *, at_most: bool = False
+    ) -> Writer:
         await self.check(name)
-        return _Guarded(await self.inner.open_writer(name, nbytes, notes), self, name)
+        return _Guarded(await self.inner.open_writer(name, nbytes, notes, at_most=at_most), self, name)
 
     async def write(self, name: str, data: bytes) -> None:
         await self.check(name)

@@ -264,7 +264,7 @@ class Pipeline:
         assert job.pinned is not None
         entry, pinned = job.entry, job.pinned
         reach("agent.begun", str(entry.step))
-        work = FlushJob(entry.step, entry.incarnation, entry.attempt, entry.rank, entry.world, entry.kind)
+        work = FlushJob(entry.step, entry.incarnation, entry.attempt, entry.rank, entry.world)
         if self.staging is not None and await self._stage(flush, job, self.staging, work):
             return
         if not await self._is_open(flush):

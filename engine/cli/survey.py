@@ -106,5 +106,5 @@ async def read_survey(backend: Backend) -> Survey:
 
 
 def stored_bytes(manifest: Manifest) -> int:
-    """Bytes of all images of all ranks."""
-    return sum(record.nbytes for record in manifest.ranks)
+    """Bytes of all images of all ranks, as they are stored."""
+    return sum(record.objects_nbytes for record in manifest.ranks)

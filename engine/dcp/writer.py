@@ -362,7 +362,7 @@ async def _vote(
         attempt=job.attempt,
         rank=job.rank,
         world=job.world,
-        kind=job.kind,
+        kind="full",
         layout_hash=layout_hash_text,
         root=rank_root(records),
         images=records,

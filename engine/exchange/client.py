@@ -16,7 +16,8 @@ from everstep.format.vote import STATE_IMAGE, ImageRecord
 from everstep.peers.address import ADDRESS
 from everstep.peers.stream import opened
 from everstep.store.flush import read_meta
-from everstep.store.sources import PEER, check_chunks, check_images, check_record, once
+from everstep.store.proving import check_chunks, check_images, check_record
+from everstep.store.sources import PEER, once
 
 from .errors import PeerLost
 from .protocol import (

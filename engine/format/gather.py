@@ -15,7 +15,7 @@ from .constants import FORMAT_VERSION, HASH_BYTES, READABLE_VERSIONS
 from .hashing import digest
 from .sealed import UPGRADE_HINT
 from .typed import decoding, encoding, need
-from .vote import HEADER_BYTES, VoteHeader, decode_header
+from .vote import HEADER_BYTES, VoteHeader, decode_header, header_bytes, version_of
 
 _MAGIC = b"EVSTGATH"
 _HEAD = struct.Struct("<8sII")
@@ -34,11 +34,17 @@ def gather_bytes_max() -> int:
 
 
 def encode_gather(headers: Sequence[bytes]) -> bytes:
-    """The gather of these votes (of version 2 or later; or of their first ``HEADER_BYTES``), by rank; at least
-    one. Raises UnsupportedValue where they are not of one attempt, or out of order."""
+    """The gather of these votes (or of their first ``HEADER_BYTES``), by rank; at least one. Raises UnsupportedValue
+    where they are not of one attempt, of a former version, or out of order."""
     cut = [header[:HEADER_BYTES] for header in headers]
     found = [decode_header(header, f"header {at}") for at, header in enumerate(cut)]
-    encoding("gather", lambda: _check(found))
+    versions = {version_of(header) for header in cut}
+
+    def check() -> None:
+        need(versions <= {FORMAT_VERSION}, f"votes of versions {versions}")
+        _check(found)
+
+    encoding("gather", check)
     data = _HEAD.pack(_MAGIC, FORMAT_VERSION, len(cut)) + b"".join(cut)
     return data + digest(data)
 
@@ -67,9 +73,11 @@ def decode_gather(data: bytes, name: str) -> list[VoteHeader]:
         )
 
     def make() -> list[VoteHeader]:
-        need(len(body) == _HEAD.size + count * HEADER_BYTES, f"{len(body)} bytes for {count} headers")
-        begins = range(_HEAD.size, len(body), HEADER_BYTES)
-        headers = [decode_header(body[at : at + HEADER_BYTES], name) for at in begins]
+        size = header_bytes(version)
+        need(len(body) == _HEAD.size + count * size, f"{len(body)} bytes for {count} headers")
+        begins = range(_HEAD.size, len(body), size)
+        # Their versions may be lower, as versions 2 and 3 have headers of one size.
+        headers = [decode_header(body[at : at + size], name) for at in begins]
         _check(headers)
         parsed = names.parse(name)
         if parsed is not None:

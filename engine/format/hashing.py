@@ -59,24 +59,47 @@ def chunk_hashes(view: memoryview, chunk_bytes: int) -> bytes:
 
 def chunk_hashes_of(parts: Sequence[memoryview], chunk_bytes: int) -> bytes:
     """As :func:`chunk_hashes` of the views one behind the other."""
-    found = []
-    hasher, left = xxhash.xxh3_128(), chunk_bytes
+    hasher = ChunkHasher(chunk_bytes)
     for part in parts:
+        hasher.update(part)
+    return hasher.finish()
+
+
+class ChunkHasher:
+    """As :func:`chunk_hashes` of what comes piece by piece."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._found: list[bytes] = []
+        self._hasher = xxhash.xxh3_128()
+        self._left = chunk_bytes
+        self.nbytes = 0
+        """Bytes so far."""
+
+    def update(self, view: memoryview) -> None:
+        """The bytes that come next."""
+        self.nbytes += len(view)
         at = 0
-        while at < len(part):
-            piece = part[at : at + left]
+        while at < len(view):
+            piece = view[at : at + self._left]
             at += len(piece)
-            if len(piece) == chunk_bytes:
-                found.append(xxhash.xxh3_128_digest(piece))
+            if len(piece) == self._chunk_bytes:
+                self._found.append(xxhash.xxh3_128_digest(piece))
                 continue
-            hasher.update(piece)
-            left -= len(piece)
-            if left == 0:
-                found.append(hasher.digest())
-                hasher, left = xxhash.xxh3_128(), chunk_bytes
-    if left < chunk_bytes:
-        found.append(hasher.digest())
-    return b"".join(found)
+            self._hasher.update(piece)
+            self._left -= len(piece)
+            if self._left == 0:
+                self._close()
+
+    def finish(self) -> bytes:
+        """The hashes of all chunks, joined; nothing comes behind."""
+        if self._left < self._chunk_bytes:
+            self._close()
+        return b"".join(self._found)
+
+    def _close(self) -> None:
+        self._found.append(self._hasher.digest())
+        self._hasher, self._left = xxhash.xxh3_128(), self._chunk_bytes
 
 
 def image_root(nbytes: int, chunks: bytes) -> bytes:

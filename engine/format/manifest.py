@@ -17,8 +17,8 @@ from .vote import STATE_IMAGE
 class RankRecord:
     """One rank in a manifest: what proves its vote, and how large its images are.
 
-    ``images_nbytes`` is the size of all images but the state's together; which there are says the layout, and
-    everything else of the rank its vote.
+    ``images_nbytes`` is the size of all images but the state's together, ``stored_nbytes`` that of their objects;
+    which there are says the layout, and everything else of the rank its vote.
     """
 
     rank: int
@@ -27,17 +27,23 @@ class RankRecord:
     layout_hash: str
     images_nbytes: int
     state_nbytes: int
+    stored_nbytes: int
 
     @property
     def nbytes(self) -> int:
         """Size of all images together."""
         return self.images_nbytes + self.state_nbytes
 
+    @property
+    def objects_nbytes(self) -> int:
+        """Size of the objects of all images together."""
+        return self.stored_nbytes + self.state_nbytes
+
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
     """The records of all ranks as they are stored: one list for each field, by rank. ``rank`` is None where
-    they are 0, 1, 2 and so on."""
+    they are 0, 1, 2 and so on, ``stored_nbytes`` where it is ``images_nbytes``."""
 
     rank: list[int] | None
     vote: list[str]
@@ -45,6 +51,7 @@ class _Columns:
     layout: list[str]
     images_nbytes: list[int]
     state_nbytes: list[int]
+    stored_nbytes: list[int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,8 @@ class Manifest:
     ``data`` (position in the data) and ``rng`` (kinds of generators stored) are those of the first rank; each
     rank's own are in its vote. ``revision`` is None where the decision has the attempt's number. A revision has a
     higher number, its own, and says again, above a tombstone that was taken back, that the attempt counts.
+    ``kind`` is "full", or "delta" where an image is based on one of ``parent``, which names that checkpoint by
+    ``incarnation``, ``step`` and ``attempt``.
     """
 
     step: int
@@ -88,6 +97,11 @@ class Manifest:
     revision: int | None = None
     data: dict[str, Any] | None = None
     rng: tuple[str, ...] = ()
+
+    @property
+    def parent_key(self) -> tuple[int, int] | None:
+        """(incarnation, step) of the checkpoint that a delta is based on."""
+        return None if self.parent is None else (self.parent["incarnation"], self.parent["step"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +170,7 @@ def decode_decision(data: bytes, name: str) -> Decision:
     def make() -> Decision:
         decision: Decision
         if kind == _MANIFEST:
-            decision = _manifest(body) if version > 1 else _manifest_of_version1(body)
+            decision = _manifest(body, version) if version > 1 else _manifest_of_version1(body)
         else:
             decision = build(_CLASSES[kind], body)
         _check(decision)
@@ -173,27 +187,40 @@ def decode_decision(data: bytes, name: str) -> Decision:
 
 def _columns(ranks: Sequence[RankRecord]) -> _Columns:
     numbers = [record.rank for record in ranks]
+    images = [record.images_nbytes for record in ranks]
+    stored = [record.stored_nbytes for record in ranks]
     return _Columns(
         rank=None if numbers == list(range(len(ranks))) else numbers,
         vote=[record.vote_hash for record in ranks],
         vote_nbytes=[record.vote_nbytes for record in ranks],
         layout=[record.layout_hash for record in ranks],
-        images_nbytes=[record.images_nbytes for record in ranks],
+        images_nbytes=images,
         state_nbytes=[record.state_nbytes for record in ranks],
+        stored_nbytes=None if stored == images else stored,
     )
 
 
-def _manifest(body: dict[str, Any]) -> Manifest:
+def _manifest(body: dict[str, Any], version: int) -> Manifest:
     """A manifest from its plain body; its ranks are columns."""
-    need(isinstance(body.get("ranks"), dict), "ranks are no map of columns")
-    columns = build(_Columns, body["ranks"], prefix="ranks.")
+    rows = body.get("ranks")
+    need(isinstance(rows, dict), "ranks are no map of columns")
+    if version < 4 and rows is not None:
+        need("stored_nbytes" not in rows, "column stored_nbytes is of a later version")
+        rows = {**rows, "stored_nbytes": None}
+    columns = build(_Columns, rows or {}, prefix="ranks.")
     manifest = build(Manifest, {**body, "ranks": []})
     count = len(columns.vote)
     numbers: Sequence[int] = range(count) if columns.rank is None else columns.rank
-    others = (columns.vote_nbytes, columns.layout, columns.images_nbytes, columns.state_nbytes)
+    others = (
+        columns.vote_nbytes,
+        columns.layout,
+        columns.images_nbytes,
+        columns.state_nbytes,
+        columns.images_nbytes if columns.stored_nbytes is None else columns.stored_nbytes,
+    )
     need(all(len(column) == count for column in (numbers, *others)), "columns of ranks differ in length")
-    rows = zip(numbers, columns.vote, *others, strict=True)
-    return replace(manifest, ranks=tuple([RankRecord(*row) for row in rows]))
+    records = [RankRecord(*row) for row in zip(numbers, columns.vote, *others, strict=True)]
+    return replace(manifest, ranks=tuple(records))
 
 
 def _manifest_of_version1(body: dict[str, Any]) -> Manifest:
@@ -210,7 +237,7 @@ def _manifest_of_version1(body: dict[str, Any]) -> Manifest:
         state = row.images.get(STATE_IMAGE, 0)
         sizes = sum(row.images.values()) - state, state
         need(all(nbytes >= 0 for nbytes in row.images.values()), "the size of an image is negative")
-        ranks.append(RankRecord(row.rank, row.vote_hash, row.vote_nbytes, row.layout_hash, *sizes))
+        ranks.append(RankRecord(row.rank, row.vote_hash, row.vote_nbytes, row.layout_hash, *sizes, sizes[0]))
     return replace(build(Manifest, {**body, **rest, "ranks": []}), ranks=tuple(ranks))
 
 
@@ -225,7 +252,8 @@ def _check(decision: Decision) -> None:
 
 
 def _check_manifest(manifest: Manifest) -> None:
-    need(bool(manifest.kind), "kind is empty")
+    need(manifest.kind in ("full", "delta"), f"kind is {manifest.kind!r}")
+    _check_parent(manifest)
     need(manifest.scope in _SCOPES, f"scope is {manifest.scope!r}, not one of {_SCOPES}")
     need_number("world", manifest.world, least=1)
     need_number("attempt", manifest.attempt, least=1)
@@ -244,3 +272,16 @@ def _check_manifest(manifest: Manifest) -> None:
     need_sizes("vote_nbytes", columns.vote_nbytes)
     need_sizes("images_nbytes", columns.images_nbytes)
     need_sizes("state_nbytes", columns.state_nbytes)
+    need_sizes("stored_nbytes", columns.stored_nbytes or ())
+
+
+def _check_parent(manifest: Manifest) -> None:
+    parent = manifest.parent
+    need((parent is not None) == (manifest.kind == "delta"), f"kind is {manifest.kind!r}, parent {parent}")
+    if parent is None:
+        return
+    need(set(parent) == {"incarnation", "step", "attempt"}, f"parent is {parent}")
+    need(all(type(number) is int for number in parent.values()), f"parent is {parent}")
+    key = parent["incarnation"], parent["step"]
+    need(min(*key, parent["attempt"] - 1) >= 0, f"parent is {parent}")
+    need(key < (manifest.incarnation, manifest.step), f"parent {parent} is not older")

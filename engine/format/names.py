@@ -64,7 +64,7 @@ class Parsed:
 
     ``attempt`` is the number of a decision as well. ``text`` is the escaped text (of an image's or writer's
     name) as it stands in the name; ``image`` and ``writer`` are that text unescaped, None where it was
-    shortened.
+    shortened. ``packed`` tells of an image that its object is a packed one.
     """
 
     kind: Kind
@@ -76,6 +76,7 @@ class Parsed:
     text: str | None = None
     image: str | None = None
     writer: str | None = None
+    packed: bool = False
 
 
 def shared_image(part: str, ranks: Sequence[int]) -> str:
@@ -203,8 +204,13 @@ def gather(step: int, incarnation: int, attempt: int, rank: int) -> str:
 
 
 def image(step: int, incarnation: int, attempt: int, rank: int, image_name: str) -> str:
-    """Full image (a safetensors file) of that name (``ImageSpec.name``)."""
+    """Plain image (a safetensors file) of that name (``ImageSpec.name``)."""
     return f"{_rank_file(step, incarnation, attempt, rank)}.{escape(image_name)}.safetensors"
+
+
+def packed(step: int, incarnation: int, attempt: int, rank: int, image_name: str) -> str:
+    """Packed image (:mod:`.packed`) of that name."""
+    return f"{_rank_file(step, incarnation, attempt, rank)}.{escape(image_name)}.packed"
 
 
 def state(step: int, incarnation: int, attempt: int, rank: int) -> str:
@@ -304,7 +310,7 @@ def _parse_rank_file(step: int, incarnation: int, attempt: int, file: str) -> Pa
     lowest = parse_gather(file)
     if lowest is not None:
         return Parsed(Kind.GATHER, step, incarnation, attempt, lowest)
-    match = re.fullmatch(r"rank-([0-9]+)\.(vote|state\.msgpack|([^./]+)\.safetensors)", file)
+    match = re.fullmatch(r"rank-([0-9]+)\.(vote|state\.msgpack|([^./]+)\.(?:safetensors|packed))", file)
     rank = _parse_number(match[1], _RANK_DIGITS) if match else None
     if match is None or rank is None:
         return None
@@ -315,4 +321,7 @@ def _parse_rank_file(step: int, incarnation: int, attempt: int, file: str) -> Pa
     text = match[3]
     if not _is_escaped(text):
         return None
-    return Parsed(Kind.IMAGE, step, incarnation, attempt, rank, text=text, image=unescape(text))
+    packed = file.endswith(".packed")
+    return Parsed(
+        Kind.IMAGE, step, incarnation, attempt, rank, text=text, image=unescape(text), packed=packed
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -23,23 +23,65 @@ from .sealed import UPGRADE_HINT
 from .typed import Broken, decoding, encoding, need, need_hash, need_number, need_size, need_sizes
 from .zstd import inflate
 
+Parent = tuple[int, int, int]
+"""Incarnation, step and attempt of the checkpoint that deltas are based on."""
+
 STATE_IMAGE = "state"
 """Name of the image that holds a rank's plain values and the structure of its parts (msgpack)."""
 
 
 @dataclass(frozen=True, slots=True)
-class ImageRecord:
-    """One stored image: its size, the hashes of its chunks (16 bytes each, joined) and their root.
+class StoredRecord:
+    """The object of an image that is not its own bytes: its size, the hashes of its chunks and their root, so that it
+    is copied, checked and repaired without being decoded. The chunks are of the run's size, as an image's are."""
 
-    ``encoding`` is "plain" for a full image; ``base`` names the base of a delta (None here).
+    nbytes: int
+    root: bytes
+    chunks: bytes
+
+
+PLAIN, PACKED, DELTA = "plain", "packed", "delta"
+"""How an image is stored: as it is; as a table and payloads (:mod:`.packed`); as these, with a base."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRecord:
+    """One image: its size, the hashes of its chunks (16 bytes each, joined) and their root, all of the snapshot's own
+    bytes.
+
+    ``encoding`` says how it is stored. ``base`` names the base of a delta: ``incarnation``, ``step`` and ``attempt``
+    of the checkpoint, ``root`` (hex) of its image of that rank and name. ``stored`` is the object of an image that is
+    not plain.
     """
 
     name: str
     nbytes: int
     root: bytes
     chunks: bytes
-    encoding: str = "plain"
+    encoding: str = PLAIN
     base: dict[str, Any] | None = None
+    stored: StoredRecord | None = None
+
+    @property
+    def object(self) -> StoredRecord:
+        """The object's size and hashes, however the image is stored."""
+        return self.stored or StoredRecord(self.nbytes, self.root, self.chunks)
+
+    @property
+    def base_key(self) -> tuple[int, int] | None:
+        """(incarnation, step) of the base."""
+        return None if self.base is None else (self.base["incarnation"], self.base["step"])
+
+    def object_name(self, step: int, incarnation: int, attempt: int, rank: int) -> str:
+        """The object's name in that attempt of that rank."""
+        place = step, incarnation, attempt, rank
+        if self.name == STATE_IMAGE:
+            return names.state(*place)
+        return names.image(*place, self.name) if self.stored is None else names.packed(*place, self.name)
+
+    def plain(self) -> ImageRecord:
+        """The same image stored as it is: what a slot says of it."""
+        return replace(self, encoding=PLAIN, base=None, stored=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +101,22 @@ class Vote:
     entry_hashes: dict[str, str] | None = None
     meta: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def parent(self) -> Parent | None:
+        """The base of its deltas, one for all of them."""
+        for record in self.images:
+            if record.base is not None:
+                return record.base["incarnation"], record.base["step"], record.base["attempt"]
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class VoteHeader:
     """What a vote's header says. ``hash`` names the vote in manifests; ``nbytes`` is the size of the whole vote.
 
     ``agreement`` is equal on ranks that say alike what all ranks must (:func:`agreement_of`).
-    ``images_nbytes`` is the size of all images but the state's together.
+    ``images_nbytes`` is the size of all images but the state's together, ``stored_nbytes`` that of their objects.
+    ``parent`` is the base of its deltas.
     """
 
     step: int
@@ -79,28 +130,40 @@ class VoteHeader:
     agreement: bytes
     images_nbytes: int
     state_nbytes: int
+    stored_nbytes: int
+    parent: Parent | None
     has_entry_hashes: bool
     nbytes: int
     hash: str
 
 
 _MAGIC = b"EVSTVOTE"
-_HEADER = struct.Struct("<8sIIQQQQQ8s16s16s16sQQQQ16s")
+_HEADER = struct.Struct("<8sIIQQQQQ8s16s16s16sQQQQQQQQ16s")
 """magic, version, flags, step, incarnation, attempt, rank, world, kind, layout hash, root, agreement, bytes of
-all images but the state's, bytes of the state image, bytes of the index as stored and decompressed, hash of the
-index as stored. The header's own hash follows."""
+all images but the state's, bytes of the state image, bytes of the objects of the former, the parent's incarnation,
+step and attempt (all 0 where there is none), bytes of the index as stored and decompressed, hash of the index as
+stored. The header's own hash follows."""
 HEADER_BYTES = _HEADER.size + HASH_BYTES
+_HEADER_V2 = struct.Struct("<8sIIQQQQQ8s16s16s16sQQQQ16s")
+"""As in versions 2 and 3: no objects' bytes, no parent."""
 _HEADER_V1 = struct.Struct("<8sIIQQQQQ8s16s16sQQ16s")
 """As in version 1: no agreement, no sizes; flags are features, none defined."""
-_HEADER_V1_BYTES = _HEADER_V1.size + HASH_BYTES
+_FORMS = {1: _HEADER_V1, 2: _HEADER_V2, 3: _HEADER_V2}
 _PREFIX = struct.Struct("<8sI")
 _ENTRY_HASHES = 1
 """Flag: the index has hashes of entries."""
+_NO_PARENT = (0, 0, 0)
 _KIND = re.compile("[a-z]{1,8}")
 _LEVEL = 1
 
 
-class _Image(msgspec.Struct, forbid_unknown_fields=True):
+class _Stored(msgspec.Struct, forbid_unknown_fields=True):
+    nbytes: int
+    root: bytes
+    chunks: bytes
+
+
+class _FormerImage(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     nbytes: int
     root: bytes
@@ -109,8 +172,18 @@ class _Image(msgspec.Struct, forbid_unknown_fields=True):
     base: dict[str, Any] | None
 
 
+class _Image(_FormerImage, forbid_unknown_fields=True):
+    stored: _Stored | None
+
+
 class _Index(msgspec.Struct, forbid_unknown_fields=True):
     images: list[_Image]
+    entry_hashes: dict[str, str] | None
+    meta: dict[str, Any]
+
+
+class _FormerIndex(msgspec.Struct, forbid_unknown_fields=True):
+    images: list[_FormerImage]
     entry_hashes: dict[str, str] | None
     meta: dict[str, Any]
 
@@ -123,16 +196,31 @@ def _no_extension(code: int, data: memoryview) -> Any:
 
 
 _decoder = msgspec.msgpack.Decoder(_Index, ext_hook=_no_extension)
+_former_decoder = msgspec.msgpack.Decoder(_FormerIndex, ext_hook=_no_extension)
 
 
 def vote_hash(data: bytes) -> str:
     """What names the vote whose bytes are ``data`` in a manifest: the hash of its header without the hash at its
     end. (A vote of version 1: the hash of all its bytes.)"""
-    return hexdigest(data) if _is_v1(data) else hexdigest(data[: _HEADER.size])
+    version = version_of(data)
+    return hexdigest(data) if version == 1 else hexdigest(data[: _form(version).size])
 
 
-def _is_v1(data: bytes) -> bool:
-    return len(data) >= _PREFIX.size and _PREFIX.unpack_from(data) == (_MAGIC, 1)
+def version_of(data: bytes) -> int | None:
+    """The format version of the vote that ``data`` begins with; None if it is no vote."""
+    if len(data) < _PREFIX.size or data[: len(_MAGIC)] != _MAGIC:
+        return None
+    version: int = _PREFIX.unpack_from(data)[1]
+    return version
+
+
+def header_bytes(version: int) -> int:
+    """Size of a vote's header in that format version."""
+    return _form(version).size + HASH_BYTES
+
+
+def _form(version: int | None) -> struct.Struct:
+    return _HEADER if version is None else _FORMS.get(version, _HEADER)
 
 
 def agreement_of(meta: dict[str, Any]) -> bytes:
@@ -146,10 +234,11 @@ def agreement_of(meta: dict[str, Any]) -> bytes:
     return digest(b"everstep agreement\0" + _encoder.encode(to_plain(said, "meta")))
 
 
-def _sizes(images: tuple[ImageRecord, ...]) -> tuple[int, int]:
-    """Bytes of all images but the state's, and of that."""
+def _sizes(images: tuple[ImageRecord, ...]) -> tuple[int, int, int]:
+    """Bytes of all images but the state's, of that, and of the former's objects."""
     state = sum([record.nbytes for record in images if record.name == STATE_IMAGE])
-    return sum([record.nbytes for record in images]) - state, state
+    stored = sum([record.object.nbytes for record in images])
+    return sum([record.nbytes for record in images]) - state, state, stored - state
 
 
 def encode_vote(vote: Vote) -> bytes:
@@ -162,7 +251,15 @@ def encode_vote(vote: Vote) -> bytes:
     index = _encoder.encode(
         _Index(
             images=[
-                _Image(r.name, r.nbytes, r.root, r.chunks, r.encoding, to_plain(r.base, "base"))
+                _Image(
+                    r.name,
+                    r.nbytes,
+                    r.root,
+                    r.chunks,
+                    r.encoding,
+                    to_plain(r.base, "base"),
+                    None if r.stored is None else _Stored(r.stored.nbytes, r.stored.root, r.stored.chunks),
+                )
                 for r in vote.images
             ],
             entry_hashes=vote.entry_hashes,
@@ -184,6 +281,7 @@ def encode_vote(vote: Vote) -> bytes:
         vote.root,
         agreement_of(vote.meta),
         *_sizes(vote.images),
+        *(vote.parent or _NO_PARENT),
         len(frame),
         len(index),
         digest(frame),
@@ -197,7 +295,7 @@ def decode_header(data: bytes, name: str) -> VoteHeader:
 
     Raises :class:`Damaged` and :class:`UnknownFormat`, naming ``name``.
     """
-    if _is_v1(data):
+    if version_of(data) == 1:
         return header_of(decode_vote(data, name), data)
     return decoding(name, lambda: _header(_unpack(data, name)[0], data))
 
@@ -215,6 +313,7 @@ def header_of(vote: Vote, data: bytes) -> VoteHeader:
         vote.root,
         agreement_of(vote.meta),
         *_sizes(vote.images),
+        vote.parent,
         vote.entry_hashes is not None,
         len(data),
         vote_hash(data),
@@ -222,9 +321,12 @@ def header_of(vote: Vote, data: bytes) -> VoteHeader:
 
 
 def _header(fields: tuple[Any, ...], data: bytes) -> VoteHeader:
-    """The unpacked fields of a header of this version as checked values."""
-    (_, _, flags, step, incarnation, attempt, rank, world, kind, layout, root, agreement) = fields[:12]
-    images_nbytes, state_nbytes, index_nbytes = fields[12:15]
+    """The unpacked fields of a header of version 2 or later as checked values."""
+    (_, version, flags, step, incarnation, attempt, rank, world, kind, layout, root, agreement) = fields[:12]
+    images_nbytes, state_nbytes = fields[12:14]
+    index_nbytes = fields[-3]
+    stored_nbytes, *parent = fields[14:18] if version > 3 else (images_nbytes, *_NO_PARENT)
+    end = header_bytes(version)
     try:
         text = kind.rstrip(b"\0").decode("ascii")
     except UnicodeDecodeError:
@@ -241,12 +343,15 @@ def _header(fields: tuple[Any, ...], data: bytes) -> VoteHeader:
         agreement,
         images_nbytes,
         state_nbytes,
+        stored_nbytes,
+        (parent[0], parent[1], parent[2]) if parent[2] else None,
         bool(flags & _ENTRY_HASHES),
-        HEADER_BYTES + index_nbytes,
-        data[_HEADER.size : HEADER_BYTES].hex(),
+        end + index_nbytes,
+        data[end - HASH_BYTES : end].hex(),
     )
     _check_numbers(header)
-    need_sizes("sizes", (images_nbytes, state_nbytes, index_nbytes))
+    need(bool(parent[2]) or not any(parent), f"no attempt of the parent {tuple(parent)}")
+    need_sizes("sizes", (images_nbytes, state_nbytes, stored_nbytes, index_nbytes))
     return header
 
 
@@ -281,11 +386,8 @@ def _vote(fields: tuple[Any, ...], index: bytes) -> Vote:
     """The vote that a header's fields and the index make, unchecked."""
     (_, _, _, step, incarnation, attempt, rank, world, kind, layout, root) = fields[:11]
     try:
-        found = _decoder.decode(index)
-        images = tuple(
-            ImageRecord(i.name, i.nbytes, i.root, i.chunks, i.encoding, from_plain(i.base))
-            for i in found.images
-        )
+        found = (_decoder if fields[1] > 3 else _former_decoder).decode(index)
+        images = tuple([_record(image) for image in found.images])
         meta = from_plain(found.meta)
         text = kind.rstrip(b"\0").decode("ascii")
     except (msgspec.DecodeError, ValueError, RecursionError) as problem:
@@ -294,11 +396,24 @@ def _vote(fields: tuple[Any, ...], index: bytes) -> Vote:
     return Vote(step, incarnation, attempt, rank, world, text, layout.hex(), root, images, hashes, meta)
 
 
+def _record(image: _FormerImage) -> ImageRecord:
+    stored = image.stored if isinstance(image, _Image) else None
+    return ImageRecord(
+        image.name,
+        image.nbytes,
+        image.root,
+        image.chunks,
+        image.encoding,
+        from_plain(image.base),
+        None if stored is None else StoredRecord(stored.nbytes, stored.root, stored.chunks),
+    )
+
+
 def _unpack(data: bytes, name: str) -> tuple[tuple[Any, ...], bytes]:
     """The header's fields, proved by its hash, and what is behind it."""
     if len(data) < _PREFIX.size or data[: len(_MAGIC)] != _MAGIC:
         raise Damaged("this is no vote", name=name, found=bytes(data[:8]), expected=_MAGIC)
-    form = _HEADER_V1 if _is_v1(data) else _HEADER
+    form = _form(version_of(data))
     end = form.size + HASH_BYTES
     if len(data) < end:
         raise Damaged("the vote is cut", name=name, found=len(data), expected=f"at least {end}")
@@ -343,14 +458,37 @@ def _check(vote: Vote) -> None:
     need_hash("layout_hash", vote.layout_hash)
     need(len({record.name for record in vote.images}) == len(vote.images), "an image twice")
     for record in vote.images:
-        need_size(f"{record.name}.nbytes", record.nbytes)
-        need(record.encoding in ("plain", "delta"), f"encoding of {record.name} is {record.encoding!r}")
-        need((record.base is None) == (record.encoding == "plain"), f"{record.name}: a base is for deltas")
-        need(len(record.chunks) % HASH_BYTES == 0, f"chunk hashes of {record.name} are cut")
-        need(
-            (record.nbytes == 0) == (not record.chunks), f"chunk hashes of {record.name} do not fit its size"
-        )
-        root = image_root(record.nbytes, record.chunks)
-        need(record.root == root, f"root of {record.name} is {record.root.hex()}, by its chunks {root.hex()}")
+        _check_hashes(record.name, record)
+        need(record.encoding in (PLAIN, PACKED, DELTA), f"encoding of {record.name} is {record.encoding!r}")
+        need((record.stored is None) == (record.encoding == PLAIN), f"{record.name}: an object is for packed")
+        need((record.base is not None) == (record.encoding == DELTA), f"{record.name}: a base is for deltas")
+        if record.stored is not None:
+            need(record.name != STATE_IMAGE and record.nbytes > 0, f"{record.name} cannot be packed")
+            _check_hashes(f"{record.name}, stored", record.stored)
+        if record.base is not None:
+            _check_base(record.name, record.base, vote)
+    deltas = [record for record in vote.images if record.base is not None]
+    need((vote.kind == DELTA) == bool(deltas), f"kind is {vote.kind!r}, with {len(deltas)} deltas")
     root = rank_root(vote.images)
     need(vote.root == root, f"root is {vote.root.hex()}, by the images {root.hex()}")
+
+
+def _check_hashes(name: str, of: ImageRecord | StoredRecord) -> None:
+    need_size(f"{name}.nbytes", of.nbytes)
+    need(len(of.chunks) % HASH_BYTES == 0, f"chunk hashes of {name} are cut")
+    need((of.nbytes == 0) == (not of.chunks), f"chunk hashes of {name} do not fit its size")
+    root = image_root(of.nbytes, of.chunks)
+    need(of.root == root, f"root of {name} is {of.root.hex()}, by its chunks {root.hex()}")
+
+
+def _check_base(name: str, base: dict[str, Any], vote: Vote) -> None:
+    """A base is older, so that no chain is a circle, and one for all images."""
+    need(set(base) == {"incarnation", "step", "attempt", "root"}, f"the base of {name} is {base}")
+    for number, least in (("incarnation", 0), ("step", 0), ("attempt", 1)):
+        need(type(base[number]) is int, f"{number} of the base of {name} is {base[number]!r}")
+        need_number(f"{name}.base.{number}", base[number], least)
+    need_hash(f"{name}.base.root", base["root"])
+    key = base["incarnation"], base["step"]
+    need(key < (vote.incarnation, vote.step), f"the base of {name}, {key}, is not older")
+    parent = base["incarnation"], base["step"], base["attempt"]
+    need(parent == vote.parent, f"{name} has another base, {parent}, than {vote.parent}")

@@ -38,7 +38,7 @@ from everstep.memory.errors import SlotGone
 from everstep.memory.header import REGIONS_MAX, SEAL_ENTRY_BYTES, Kind, aligned, pack_key
 from everstep.memory.slots import Pinned, Purpose, SnapshotInfo
 from everstep.plan.room import GROWTH
-from everstep.store.sources import check_record
+from everstep.store.proving import check_record
 
 from .link import Link
 from .messages import Kept, Need, Offer, failed

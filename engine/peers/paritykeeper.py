@@ -22,7 +22,7 @@ from everstep.memory.directory import find_arenas
 from everstep.memory.header import Kind, aligned
 from everstep.memory.slots import Pinned, Purpose, WriteSlot
 from everstep.plan.room import GROWTH
-from everstep.store.sources import check_record
+from everstep.store.proving import check_record
 
 from .described import ImageOf, check_group, check_images_of, decode_described
 from .link import Link

@@ -21,11 +21,11 @@ from everstep.format import names
 from everstep.format.hashing import digest
 from everstep.format.manifest import Abort, Decision, Manifest, RankRecord, Tombstone, encode_decision
 from everstep.format.records import IncarnationRecord
-from everstep.format.vote import Vote, VoteHeader, vote_hash
+from everstep.format.vote import Parent, Vote, VoteHeader, vote_hash
 from everstep.plan.lineage import Lineage
 
 from .asking import each, writing
-from .catalog import Standing, list_step, look_at, read_decision_at, read_numbered, read_vote
+from .catalog import Standing, list_step, look_at, read_decision, read_decision_at, read_numbered, read_vote
 from .equality import equality_facts
 from .runs import now, read_incarnations
 from .votes import check_layouts, read_headers
@@ -68,8 +68,9 @@ async def try_commit(
     number of times; whichever decision stands is returned. ``standing`` was seen just now, ``known`` are the
     incarnations that were read before.
 
-    Votes that disagree, or that do not cover every tensor, and an attempt above a newer incarnation's cut,
-    end in an abort record that says so. Raises CannotTell, SaveFailed, StorageFull: not decided, try again.
+    Votes that disagree, or that do not cover every tensor, an attempt above a newer incarnation's cut, and deltas
+    whose base does not count any more, end in an abort record that says so. Raises CannotTell, SaveFailed, StorageFull:
+    not decided, try again.
     """
     standing = standing or await look_at(backend, step, incarnation, attempt)
     found, ranks = standing.names, standing.ranks
@@ -98,12 +99,17 @@ async def try_commit(
         )
     if reason is None:
         reason = await _superseded(backend, step, incarnation, known) or differing
+    parent = _parent_of(headers)
+    if reason is None and parent is not None:
+        reason = await _baseless(backend, parent)
     if reason is not None:
         return await abort_attempt(backend, step, incarnation, attempt, reason=reason[1], rank=reason[0])
     manifest = make_manifest(first, headers, "shared" if backend.capabilities.shared else "node", facts)
     reach("manifest.before", names.decision(step, incarnation, attempt))
     decision = await _publish(backend, manifest, attempt)
     reach("manifest.after", names.decision(step, incarnation, attempt))
+    if parent is not None and isinstance(decision, Manifest):
+        decision = await _look_at_base(backend, decision, parent)
     await tidy(backend, names.attempt_dir(step, incarnation, attempt))
     return decision
 
@@ -209,7 +215,35 @@ def _headers(headers: Sequence[VoteHeader], world: int) -> tuple[int | None, str
     wrong = [header.rank for header in headers if header.world != world]
     if wrong:
         return wrong[0], f"{_ranks(wrong)} voted for another world than {world}"
-    return _split("kind of checkpoint", {header.rank: header.kind for header in headers})
+    return _split("base", {h.rank: h.parent[:2] for h in headers if h.parent is not None})
+
+
+def _parent_of(headers: Sequence[VoteHeader]) -> Parent | None:
+    """What the deltas among the votes are based on. Where its attempt was replaced meanwhile, the later one."""
+    return max([header.parent for header in headers if header.parent is not None], default=None)
+
+
+async def _baseless(backend: Backend, parent: Parent) -> tuple[None, str] | None:
+    """An objection where the base does not count any more."""
+    incarnation, step, _ = parent
+    decision = await read_decision(backend, await list_step(backend, step, incarnation))
+    if isinstance(decision, Manifest):
+        return None
+    return None, f"its base, step {step} of incarnation {incarnation}, is not there any more"
+
+
+async def _look_at_base(backend: Backend, manifest: Manifest, parent: Parent) -> Manifest | Abort:
+    """Now that the manifest is published: whoever removes the base has either seen it, or its tombstone is seen here,
+    and then the checkpoint goes, too."""
+    objection = await _baseless(backend, parent)
+    if objection is None:
+        return manifest
+    place = manifest.step, manifest.incarnation
+    number = manifest.attempt + 1
+    stood = await publish_decision(backend, Tombstone(*place, number, objection[1], created=now()), number)
+    if isinstance(stood, Manifest):  # another attempt was faster: it counts
+        return stood
+    return Abort(*place, manifest.attempt, objection[1])
 
 
 async def _agreement(backend: Backend, headers: Sequence[VoteHeader]) -> tuple[int | None, str] | None:
@@ -259,14 +293,17 @@ async def _vote_of(backend: Backend, header: VoteHeader, votes: Mapping[int, Vot
 
 
 def _split(what: str, values: dict[int, Any]) -> tuple[int, str] | None:
-    """An objection where ranks differ from rank 0."""
-    first = values[0]
+    """An objection where ranks differ from the first one."""
+    if not values:
+        return None
+    lowest = min(values)
+    first = values[lowest]
     others = [rank for rank, value in values.items() if value != first]
     if not others:
         return None
     return others[0], (
         f"the ranks differ in {what}: {_ranks(others)} {'has' if len(others) == 1 else 'have'} "
-        f"{values[others[0]]!r}, rank 0 has {first!r}"
+        f"{values[others[0]]!r}, rank {lowest} has {first!r}"
     )
 
 
@@ -282,11 +319,12 @@ def make_manifest(
     """The manifest that the votes make, whose headers are given by rank; run-wide values are those of ``first``,
     the vote of the first of them. ``facts``: found by comparing them."""
     meta = first.meta
+    parent = _parent_of(headers)
     return Manifest(
         step=first.step,
         incarnation=first.incarnation,
         attempt=first.attempt,
-        kind=first.kind,
+        kind="full" if parent is None else "delta",
         world=first.world,
         mesh=dict(meta.get("mesh") or {}),
         ranks=tuple([_rank_record(header) for header in headers]),
@@ -295,6 +333,7 @@ def make_manifest(
         libraries=dict(meta.get("libraries") or {}),
         metrics=dict(meta.get("metrics") or {}),
         facts={**(meta.get("facts") or {}), **(facts or {})},
+        parent=None if parent is None else dict(zip(("incarnation", "step", "attempt"), parent, strict=True)),
         created=now(),
         scope=scope,
         data=meta.get("data"),
@@ -310,4 +349,5 @@ def _rank_record(header: VoteHeader) -> RankRecord:
         layout_hash=header.layout_hash,
         images_nbytes=header.images_nbytes,
         state_nbytes=header.state_nbytes,
+        stored_nbytes=header.stored_nbytes,
     )

@@ -92,7 +92,7 @@ async def copy_run(
     _require(source, steps, manifests, report)
     await copy_records(source, target)
     copying = _Copying(source, target, run, report, progress)
-    copying.total = sum(record.nbytes for manifest in manifests.values() for record in manifest.ranks)
+    copying.total = sum(record.objects_nbytes for manifest in manifests.values() for record in manifest.ranks)
     with ThreadPoolExecutor(RANKS_PARALLEL * IMAGES_PARALLEL, thread_name_prefix="everstep-copy") as pool:
         for key in sorted(manifests, key=lambda key: (key[1], key[0])):
             await copying.checkpoint(manifests[key], pool)
@@ -118,14 +118,11 @@ async def _add_parents(source: Backend, manifests: dict[Key, Manifest]) -> None:
     """The bases that the chosen ones need, and theirs."""
     todo = list(manifests.values())
     while todo:
-        parent = todo.pop().parent
-        if parent is None:
-            continue
-        step, incarnation = parent.get("step"), parent.get("incarnation")
-        if isinstance(step, int) and isinstance(incarnation, int) and (incarnation, step) not in manifests:
-            decision = await read_decision(source, await list_step(source, step, incarnation))
+        key = todo.pop().parent_key
+        if key is not None and key not in manifests:
+            decision = await read_decision(source, await list_step(source, key[1], key[0]))
             if isinstance(decision, Manifest):
-                manifests[incarnation, step] = decision
+                manifests[key] = decision
                 todo.append(decision)
 
 
@@ -171,7 +168,7 @@ class _Copying:
         """Copy one checkpoint; its end goes into the report."""
         key = (manifest.incarnation, manifest.step)
         report = self._report
-        due = self._done + sum(record.nbytes for record in manifest.ranks)
+        due = self._done + sum(record.objects_nbytes for record in manifest.ranks)
         try:
             before = await standing(self._target, manifest)
             if before is None:

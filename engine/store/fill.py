@@ -19,11 +19,12 @@ from typing import Any, TypeVar, cast
 from everstep.backends.aligned import aligned_buffer
 from everstep.errors import CannotTell, Damaged, EverstepError, Pruned, StateMismatch
 from everstep.format.vote import ImageRecord
-from everstep.memory.errors import ArenaGone, SlotGone
 from everstep.plan.reads import Range, Read, chunk_ranges, clip
 
 from .asking import each
-from .sources import Scattering, Source, bad_chunks, changed_chunk, check_record
+from .bases import UNSERVED, copy_bytes
+from .proving import bad_chunks, changed_chunk, check_record
+from .sources import Scattering, Source
 
 PARALLEL = 8
 """Pieces in flight, more than a backend reads at once: while some are hashed and copied, others are
@@ -47,9 +48,6 @@ FALLBACKS_MAX = 256
 """Fallbacks that a report tells one by one."""
 
 R = TypeVar("R")
-
-_UNSERVED = (Damaged, CannotTell, Pruned, SlotGone, ArenaGone)
-"""Errors of one source that another may make good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +211,7 @@ async def _header_bytes(holders: Sequence[Source], rank: int, image: str) -> int
     for source in holders:
         try:
             layout = await source.layout(rank)
-        except _UNSERVED as error:
+        except UNSERVED as error:
             failed.append((source, error))
         else:
             return next(len(spec.header) for spec in layout.images if spec.name == image)
@@ -229,7 +227,7 @@ async def _holders(
     for position, source in enumerate(able):
         try:
             record = await _record(source, rank, image)
-        except _UNSERVED as error:
+        except UNSERVED as error:
             failed.append((source, error))
             continue
         for former, problem in failed:
@@ -343,7 +341,7 @@ async def _read(
             await source.read_into(piece.rank, piece.image, piece.offset, view)
             return None, await _in(pool, _verify_and_copy, piece, view, targets)
         await cast(Scattering, source).read_parts(piece.rank, piece.image, piece.offset, scattered.parts)
-    except _UNSERVED as error:
+    except UNSERVED as error:
         return error, []
     return None, await _in(pool, scattered.verify)
 
@@ -442,7 +440,7 @@ def _copy(reads: Sequence[Read], at: int, view: memoryview, targets: Mapping[int
         elif nbytes < LARGE_COPY_BYTES:
             targets[index][dest : dest + nbytes] = view[start : start + nbytes]
         else:
-            _copy_large(targets[index][dest : dest + nbytes], view[start : start + nbytes])
+            copy_bytes(targets[index][dest : dest + nbytes], view[start : start + nbytes])
 
 
 def _copy_runs(
@@ -457,13 +455,6 @@ def _copy_runs(
         numpy.ndarray((count,), run, target, 0, strides[1:]),
         numpy.ndarray((count,), run, source, 0, strides[:1]),
     )
-
-
-def _copy_large(target: memoryview, source: memoryview) -> None:
-    """A copy without the interpreter lock."""
-    import numpy  # here, since fsck and the agent live without it
-
-    numpy.copyto(numpy.frombuffer(target, numpy.uint8), numpy.frombuffer(source, numpy.uint8))
 
 
 async def _repair(
@@ -511,7 +502,7 @@ class _Repair:
         piece = self._piece
         try:
             record = await _record(source, piece.rank, piece.image)
-        except _UNSERVED as error:
+        except UNSERVED as error:
             self.failed(source, list(self.missing), error)
             return
         if (record.root, record.nbytes) != (piece.record.root, piece.record.nbytes):
@@ -525,7 +516,7 @@ class _Repair:
         part = self.view[begin - piece.offset : run.stop * chunk_bytes - piece.offset]
         try:
             await source.read_into(piece.rank, piece.image, begin, part)
-        except _UNSERVED as error:
+        except UNSERVED as error:
             self.failed(source, run, error)
             return
         loop = asyncio.get_running_loop()

@@ -18,22 +18,26 @@ import msgspec
 from everstep.backends.api import Backend, Notes
 from everstep.backends.errors import Conflict, NotFound
 from everstep.backends.points import reach
-from everstep.errors import BadOption, Damaged, SaveAbandoned, SaveFailed
+from everstep.errors import BadOption, CannotTell, Damaged, Pruned, SaveAbandoned, SaveFailed
 from everstep.format import names
 from everstep.format.constants import HASH_BYTES
 from everstep.format.hashing import chunk_hashes, digest, image_root, rank_root
-from everstep.format.layout import compress, decompress, layout_hash
+from everstep.format.layout import Layout, decode, decompress, layout_hash
+from everstep.format.layout import compress as compressed
 from everstep.format.manifest import Abort
 from everstep.format.plain import from_plain, to_plain
 from everstep.format.records import RunRecord
-from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote, encode_vote
+from everstep.format.vote import DELTA, STATE_IMAGE, ImageRecord, Vote, encode_vote
 
 from .asking import SMALL_BYTES_MAX, each, reading, writing
 from .catalog import read_decision_at, read_vote
 from .equality import HASHES, entry_hashes
+from .packing import Base, write_packed
 
 if TYPE_CHECKING:
     from everstep.memory.slots import Pinned
+
+    from .sources import DurableSource
 
 log = logging.getLogger("everstep.store")
 
@@ -63,12 +67,11 @@ class FlushJob:
     attempt: int
     rank: int
     world: int
-    kind: str = "full"
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """One image to write: its name in the vote, its region in the slot, its object's name."""
+    """One image to write: its name in the vote, its region in the slot, its object's name where it is plain."""
 
     image: str
     region: str
@@ -107,10 +110,14 @@ async def flush_rank(
     run: RunRecord,
     layouts: set[str] | None = None,
     notes: NotesOf | None = None,
+    base: DurableSource | None = None,
+    compress: str | None = None,
 ) -> Vote:
     """Write the pinned snapshot as ``job``'s share and vote. Doing it again, after a crash at any point, ends
     in the same vote. ``layouts`` are hashes of those that were found right on the backend before; this one is added.
-    ``notes`` gives, by an object's name, what its writer remembers over a crash.
+    ``notes`` gives, by an object's name, what its writer remembers over a crash. With ``base``, an older checkpoint,
+    images are stored as deltas of its images (:mod:`.packing`), with ``compress="zstd"`` packed without one where there
+    is none; state images are always plain. A base that cannot be read, or has another layout, is done without.
 
     Raises SaveFailed or StorageFull (nothing counts; the same attempt may be tried again), SaveAbandoned (the
     attempt was given up), SlotGone (the slot was reused), Damaged (the slot's bytes changed after sealing),
@@ -130,6 +137,7 @@ async def flush_rank(
     former = await _former_vote(backend, job, pinned, images)
     if former is not None:
         return former
+    packing = await _packing_for(job, pinned, encoded, base, compress)
     if layouts is None or pinned.info.layout_hash not in layouts:
         await store_layout(backend, pinned.info.layout_hash, encoded)
     if layouts is not None:
@@ -139,7 +147,7 @@ async def flush_rank(
         records = tuple(
             await each(
                 images,
-                lambda image: _write_image(backend, job, pinned, image, chunk_bytes, pool, notes),
+                lambda image: _write_image(backend, job, pinned, image, chunk_bytes, pool, notes, packing),
                 limit=parallel,
             )
         )
@@ -147,12 +155,11 @@ async def flush_rank(
     hashes = (
         await asyncio.to_thread(entry_hashes, pinned, encoded, meta, job.world) if HASHES in meta else None
     )
-    pinned.seal(records)
+    pinned.seal(tuple([record.plain() for record in records]))
     pinned.check()
     meta.pop(HASHES, None)
     vote = _vote(job, pinned, records, hashes, meta)
-    await publish_vote(backend, job, vote)
-    return vote
+    return await publish_vote(backend, job, vote)
 
 
 def _place(job: FlushJob) -> tuple[int, int, int, int]:
@@ -219,17 +226,67 @@ async def _former_vote(backend: Backend, job: FlushJob, pinned: Pinned, images: 
             tier=backend.url,
             rank=job.rank,
         )
-    pinned.seal(vote.images)
+    pinned.seal(tuple([record.plain() for record in vote.images]))
+    return vote if await _is_whole(backend, job, vote) else None
 
-    async def size(image: _Source) -> int:
+
+async def _is_whole(backend: Backend, job: FlushJob, vote: Vote) -> bool:
+    """Whether all objects of the vote's images are there, by their sizes."""
+
+    async def size(record: ImageRecord) -> int:
+        name = record.object_name(*_place(job))
         try:
-            with reading(backend, image.name):
-                return await backend.size(image.name)
+            with reading(backend, name):
+                return await backend.size(name)
         except NotFound:
             return -1
 
-    sizes = await each(images, size)
-    return vote if sizes == [record.nbytes for record in vote.images] else None
+    return await each(vote.images, size) == [record.object.nbytes for record in vote.images]
+
+
+@dataclass(frozen=True, slots=True)
+class _PackingFor:
+    """How the images of one flush are packed: in the slot's layout; by image, what it is coded against."""
+
+    layout: Layout
+    bases: dict[str, Base]
+    all_of_them: bool
+
+    def packs(self, image: str) -> bool:
+        return image != STATE_IMAGE and (self.all_of_them or image in self.bases)
+
+
+async def _packing_for(
+    job: FlushJob, pinned: Pinned, encoded: bytes, base: DurableSource | None, compress: str | None
+) -> _PackingFor | None:
+    """None where the images are to be plain."""
+    if compress not in (None, "zstd"):
+        raise BadOption("images cannot be compressed so", found=compress, expected="None or 'zstd'")
+    bases = await _bases_of(job, pinned, base) if base is not None else {}
+    if not bases and compress is None:
+        return None
+    layout = await asyncio.to_thread(decode, encoded)
+    return _PackingFor(layout, bases, compress is not None)
+
+
+async def _bases_of(job: FlushJob, pinned: Pinned, base: DurableSource) -> dict[str, Base]:
+    """The base's images of this rank, by name; none where its layout is another or it cannot be read."""
+    step = f"step {base.step} of incarnation {base.incarnation}"
+    if (base.incarnation, base.step) >= (job.incarnation, job.step) or job.rank not in base.ranks:
+        log.info("step %d, rank %d: stored full, for %s is no base of it", job.step, job.rank, step)
+        return {}
+    try:
+        vote = await base.vote_of(job.rank)
+        if vote.layout_hash != pinned.info.layout_hash:
+            log.info("step %d, rank %d: stored full, for %s has another layout", job.step, job.rank, step)
+            return {}
+        records = [record for record in vote.images if record.name != STATE_IMAGE]
+        for record in records:
+            await base.check_image(job.rank, record.name)
+    except (Damaged, Pruned, CannotTell) as error:
+        log.warning("step %d, rank %d: stored full, without its base: %s", job.step, job.rank, error)
+        return {}
+    return {record.name: Base(base, record) for record in records if record.nbytes}
 
 
 async def store_layout(backend: Backend, hash_text: str, encoded: bytes) -> None:
@@ -242,7 +299,7 @@ async def store_layout(backend: Backend, hash_text: str, encoded: bytes) -> None
     except NotFound:
         try:
             with writing(backend, name):
-                await backend.create(name, compress(encoded))
+                await backend.create(name, compressed(encoded))
             return
         except Conflict:
             with reading(backend, name):
@@ -254,7 +311,7 @@ async def store_layout(backend: Backend, hash_text: str, encoded: bytes) -> None
         pass
     log.warning("%s: %s is damaged; writing it again", backend.url, name)
     with writing(backend, name):
-        await backend.write(name, compress(encoded))
+        await backend.write(name, compressed(encoded))
 
 
 async def _write_image(
@@ -265,6 +322,7 @@ async def _write_image(
     chunk_bytes: int,
     pool: ThreadPoolExecutor,
     notes: NotesOf | None,
+    packing: _PackingFor | None,
 ) -> ImageRecord:
     """Write one image out of the slot."""
     sealed = {record.name: record for record in pinned.sealed() or ()}
@@ -272,7 +330,23 @@ async def _write_image(
     def check(first: int, chunks: bytes) -> None:
         _check_sealed(job, image, sealed, first, chunks, chunk_bytes)
 
-    source = _Mapped(pinned.view(image.region))
+    view = pinned.view(image.region)
+    if packing is not None and len(view) and packing.packs(image.image):
+        name = names.packed(*_place(job), image.image)
+        return await write_packed(
+            backend,
+            job,
+            image.image,
+            name,
+            view,
+            chunk_bytes,
+            pool,
+            layout=packing.layout,
+            base=packing.bases.get(image.image),
+            check=check,
+            notes=notes(name) if notes is not None else None,
+        )
+    source = _Mapped(view)
     return await write_image(backend, job, image.image, image.name, source, chunk_bytes, pool, check, notes)
 
 
@@ -371,7 +445,7 @@ def _vote(
         attempt=job.attempt,
         rank=job.rank,
         world=job.world,
-        kind=job.kind,
+        kind=DELTA if any(record.base is not None for record in records) else "full",
         layout_hash=pinned.info.layout_hash,
         root=rank_root(records),
         images=records,
@@ -400,8 +474,9 @@ def read_meta(region: bytes, name: str) -> dict[str, Any]:
         raise Damaged(f"{name}: not a map", found=str(error), expected="msgpack", name=name) from error
 
 
-async def publish_vote(backend: Backend, job: FlushJob, vote: Vote) -> None:
-    """Create the vote. Another try of the same attempt finds equal bytes; other bytes are never replaced."""
+async def publish_vote(backend: Backend, job: FlushJob, vote: Vote) -> Vote:
+    """Create the vote, and return the one that stands. Another try of the same attempt finds equal bytes, or a vote
+    that stores the same images in another way, whose objects are there; other bytes are never replaced."""
     name = names.vote(*_place(job))
     reach("vote.before", name)
     try:
@@ -409,7 +484,12 @@ async def publish_vote(backend: Backend, job: FlushJob, vote: Vote) -> None:
             await backend.create(name, encode_vote(vote))
     except Conflict:
         _, stored = await read_vote(backend, *_place(job))
-        if stored.root != vote.root or stored.layout_hash != vote.layout_hash:
+        if (
+            stored.root != vote.root
+            or stored.layout_hash != vote.layout_hash
+            or not _agree(job, stored, vote)
+            or not await _is_whole(backend, job, stored)
+        ):
             raise SaveFailed(
                 f"{name}: another vote of this rank is there",
                 found=f"root {stored.root.hex()}",
@@ -419,4 +499,13 @@ async def publish_vote(backend: Backend, job: FlushJob, vote: Vote) -> None:
                 tier=backend.url,
                 rank=job.rank,
             ) from None
+        vote = stored
     reach("vote.after", name)
+    return vote
+
+
+def _agree(job: FlushJob, stored: Vote, vote: Vote) -> bool:
+    """Whether objects of one name are the same in both."""
+    objects = {record.object_name(*_place(job)): record.object for record in stored.images}
+    mine = {record.object_name(*_place(job)): record.object for record in vote.images}
+    return all(objects[name] == mine[name] for name in objects.keys() & mine.keys())

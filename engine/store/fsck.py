@@ -246,7 +246,7 @@ async def _manifest(
     run: _Run, found: StepNames, manifest: Manifest, images: Images
 ) -> AsyncIterator[Finding]:
     """Votes, layouts, states and images of a checkpoint that counts."""
-    source = DurableSource(run.backend, manifest, run.chunk_bytes or 1)
+    source = DurableSource(run.backend, manifest, run.chunk_bytes or 1, bases=images.bases)
     run.layouts_seen.update(record.layout_hash for record in manifest.ranks)
     reported: set[str] = set()
     async for error in images.check(source):

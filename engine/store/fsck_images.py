@@ -14,12 +14,14 @@ from everstep.format import names
 from everstep.format.layout import Layout
 from everstep.format.manifest import Manifest, RankRecord
 from everstep.format.table import TableReader
-from everstep.format.vote import STATE_IMAGE, ImageRecord
+from everstep.format.vote import STATE_IMAGE, ImageRecord, StoredRecord
 from everstep.plan.coverage import check_coverage
 
 from .asking import each
 from .catalog import read_layout
-from .sources import DurableSource, bad_chunks, changed_chunk, check_record
+from .proving import bad_chunks, changed_chunk, check_record
+from .sources import DurableSource, bases_at
+from .streaming import ReadInto
 
 IMAGES_PARALLEL = 4
 """Images read side by side; with ``PIECE_BYTES`` this bounds the memory."""
@@ -53,6 +55,7 @@ class Images:
         self.chunk_bytes = chunk_bytes
         self.quick = quick or chunk_bytes is None
         self.named: set[str] = set()
+        self.bases = bases_at([backend], chunk_bytes or 1)
         self._progress = progress
         self._done = 0
         self._total = 0
@@ -61,7 +64,7 @@ class Images:
 
     def expect(self, manifest: Manifest) -> None:
         """Count the bytes of a checkpoint that will be checked."""
-        self._total += sum(record.nbytes for record in manifest.ranks)
+        self._total += sum(record.objects_nbytes for record in manifest.ranks)
 
     async def check(self, source: DurableSource) -> AsyncIterator[EverstepError]:
         """The errors of one checkpoint; none where rotation removed it meanwhile."""
@@ -105,8 +108,11 @@ class Images:
         return found
 
     async def _expected(self, record: RankRecord) -> list[ImageRecord]:
-        """The images of a rank whose vote is bad, by its layout; without hashes."""
+        """The images of a rank whose vote is bad, by its layout; without hashes. None that may be packed: only the
+        vote tells which are."""
         state = ImageRecord(STATE_IMAGE, record.state_nbytes, b"", b"")
+        if record.stored_nbytes != record.images_nbytes:
+            return [state]
         try:
             layout = await read_layout(self.backend, record.layout_hash)
         except RunError:
@@ -136,6 +142,7 @@ class Images:
                 if self.chunk_bytes is not None:
                     check_record(record, self.chunk_bytes, name)
                 if not self.quick:
+                    await self._object(source, rank, record, name)
                     await self._chunks(source, rank, record, name)
             else:
                 await self._size_alone(source, record, name)
@@ -144,7 +151,7 @@ class Images:
         except (Damaged, CannotTell) as error:
             return [error]
         finally:
-            self._done += record.nbytes
+            self._done += record.object.nbytes
             if self._progress is not None:
                 self._progress(self._done, self._total)
         return []
@@ -156,16 +163,35 @@ class Images:
                 f"{name}: wrong size", found=f"{found} bytes", expected=f"{record.nbytes} bytes", name=name
             )
 
+    async def _object(self, source: DurableSource, rank: int, record: ImageRecord, name: str) -> None:
+        """Read a packed image's object as it is stored: bytes that decoding does not need may be damaged, too."""
+        if record.stored is None:
+            return
+
+        async def read(offset: int, view: memoryview) -> None:
+            await source.read_object(rank, record, offset, view)
+
+        await self._read(read, record.stored, name)
+
     async def _chunks(self, source: DurableSource, rank: int, record: ImageRecord, name: str) -> None:
-        """Read all of the image; Damaged names the first bad chunk and counts the others."""
+        """Read all of the image, with what it is based on."""
+
+        async def read(offset: int, view: memoryview) -> None:
+            await source.read_into(rank, record.name, offset, view)
+
+        await self._read(read, record, name)
+
+    async def _read(self, read: ReadInto, record: ImageRecord | StoredRecord, name: str) -> None:
+        """Read all; Damaged names the first bad chunk and counts the others."""
         assert self.chunk_bytes is not None
+        check_record(record, self.chunk_bytes, name)
         step = max(PIECE_BYTES // self.chunk_bytes, 1) * self.chunk_bytes
         buffer = self._buffers.pop() if self._buffers else mmap.mmap(-1, step)
         bad: list[tuple[int, bytes]] = []
         try:
             for start in range(0, record.nbytes, step):
                 view = memoryview(buffer)[: min(step, record.nbytes - start)]
-                await source.read_into(rank, record.name, start, view)
+                await read(start, view)
                 first = start // self.chunk_bytes
                 bad += await asyncio.to_thread(bad_chunks, view, first, record, self.chunk_bytes)
         finally:

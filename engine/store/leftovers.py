@@ -178,7 +178,9 @@ class _Pretending(Wrapper):
         super().__init__(inner)
         self._discarded: set[str] = set()
 
-    async def open_writer(self, name: str, nbytes: int, notes: Notes | None = None) -> Writer:
+    async def open_writer(
+        self, name: str, nbytes: int, notes: Notes | None = None, *, at_most: bool = False
+    ) -> Writer:
         raise Permanent(name, "nothing is written here")
 
     async def write(self, name: str, data: bytes) -> None:

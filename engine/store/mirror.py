@@ -12,8 +12,7 @@ Each rank may be mirrored by another process, the same one by several at once: t
 from __future__ import annotations
 
 import asyncio
-import mmap
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -25,25 +24,27 @@ from everstep.backends.points import reach
 from everstep.errors import Damaged, NoCheckpoint, NotARun, RunError, SaveAbandoned, SaveFailed
 from everstep.format import names
 from everstep.format.layout import proved
-from everstep.format.manifest import Abort, Manifest, Tombstone, decision_number, decode_decision
+from everstep.format.manifest import (
+    Abort,
+    Manifest,
+    RankRecord,
+    Tombstone,
+    decision_number,
+    decode_decision,
+)
 from everstep.format.records import RunRecord
 from everstep.format.vote import ImageRecord
 
 from .asking import each, reading, writing
-from .catalog import list_step, read_decision, read_decision_at, read_numbered
+from .catalog import list_step, read_decision, read_decision_at, read_numbered, read_vote
 from .commit import abort_attempt
+from .proving import check_record
 from .runs import incarnation_numbers, open_run, read_incarnations
-from .sources import DurableSource, bad_chunks, changed_chunk, check_record
-
-PIECE_BYTES = 8 << 20
-"""One read, one hash and one write; at least a chunk."""
-
-PIECES_AHEAD = 2
-"""Pieces of an image that are read while another one is written."""
+from .sources import DurableSource
+from .streaming import ReadInto, Streaming
 
 IMAGES_PARALLEL = 2
-"""Images of one rank that are copied side by side. So a rank takes this, times one more than ``PIECES_AHEAD``, times
-``PIECE_BYTES`` of memory."""
+"""Images of one rank that are copied side by side, each with memory as :mod:`.streaming` says."""
 
 SMALL_BYTES_MAX = 256 << 20
 """Votes are the largest of what is copied in one piece."""
@@ -137,22 +138,31 @@ async def mend_rank(
 async def missing_ranks(target: Backend, manifest: Manifest) -> list[int]:
     """The ranks of which not everything lies at ``target``: the vote, and images that come to the right size."""
     directory = names.attempt_dir(manifest.step, manifest.incarnation, manifest.attempt)
-    found: dict[tuple[int, names.Kind], int] = defaultdict(int)
+    found: defaultdict[tuple[int, names.Kind], int] = defaultdict(int)
+    sizes: dict[str, int] = {}
     with reading(target, directory):
         async for item in target.list(directory):
             parsed = names.parse(item.name)
             if parsed is not None and parsed.rank is not None:
                 found[parsed.rank, parsed.kind] += item.nbytes
-    return [
-        record.rank
-        for record in manifest.ranks
-        if (
-            found[record.rank, names.Kind.VOTE],
-            found[record.rank, names.Kind.IMAGE],
-            found[record.rank, names.Kind.STATE],
-        )
-        != (record.vote_nbytes, record.images_nbytes, record.state_nbytes)
-    ]
+                sizes[item.name] = item.nbytes
+
+    async def lacks(record: RankRecord) -> bool:
+        if found[record.rank, names.Kind.VOTE] != record.vote_nbytes:
+            return True
+        images = found[record.rank, names.Kind.IMAGE], found[record.rank, names.Kind.STATE]
+        if images[0] <= record.stored_nbytes or images[1] != record.state_nbytes:
+            return images != (record.stored_nbytes, record.state_nbytes)
+        # More than there should be: another try stored an image in another way. The vote tells which ones count.
+        place = manifest.step, manifest.incarnation, manifest.attempt, record.rank
+        try:
+            vote = (await read_vote(target, *place))[1]
+        except (NotFound, Damaged):
+            return True
+        return any(sizes.get(image.object_name(*place)) != image.object.nbytes for image in vote.images)
+
+    missing = await each(manifest.ranks, lacks)
+    return [record.rank for record, is_missing in zip(manifest.ranks, missing, strict=True) if is_missing]
 
 
 async def conclude(source: Backend, target: Backend, manifest: Manifest) -> Manifest | Abort | None:
@@ -214,14 +224,13 @@ async def standing(target: Backend, manifest: Manifest) -> Manifest | Abort | No
 
 async def require_parent(target: Backend, manifest: Manifest) -> None:
     """A delta's base must stand where the delta is to go. Raises NoCheckpoint."""
-    parent = manifest.parent
+    parent = manifest.parent_key
     if parent is None:
         return
-    step, incarnation = parent.get("step"), parent.get("incarnation")
-    if isinstance(step, int) and isinstance(incarnation, int):
-        decision = await read_decision(target, await list_step(target, step, incarnation))
-        if isinstance(decision, Manifest):
-            return
+    incarnation, step = parent
+    decision = await read_decision(target, await list_step(target, step, incarnation))
+    if isinstance(decision, Manifest):
+        return
     raise NoCheckpoint(
         f"{target.url}: the base of step {manifest.step} is not there",
         found="nothing that counts",
@@ -255,9 +264,11 @@ class _Share:
         data, vote = await durable.vote(self.rank)
         sent = await self._layout(durable, vote.layout_hash)
         images = [image for image in vote.images if image.nbytes]  # those without bytes are no object
-        buffers: list[mmap.mmap] = []
+        streaming = Streaming(
+            self.chunk_bytes, self.pool, self.told, lambda name: reach("mirror.image.piece", name)
+        )
         sent += sum(
-            await each(images, lambda image: self._image(durable, image, buffers), limit=IMAGES_PARALLEL)
+            await each(images, lambda image: self._image(durable, image, streaming), limit=IMAGES_PARALLEL)
         )
         name = names.vote(*place)
         reach("mirror.vote.before", name)
@@ -303,71 +314,42 @@ class _Share:
             return False
         return await asyncio.to_thread(_is_layout, data, hash_text)
 
-    async def _image(self, durable: DurableSource, image: ImageRecord, buffers: list[mmap.mmap]) -> int:
-        """Copy one image unless it is there. The writer publishes it whole or not at all."""
-        name = durable.locate(self.rank, image.name)
+    async def _image(self, durable: DurableSource, image: ImageRecord, streaming: Streaming) -> int:
+        """Copy the object of one image, as it is stored, unless it is there. The writer publishes it whole or not at
+        all."""
+        place = self.manifest.step, self.manifest.incarnation, self.manifest.attempt, self.rank
+        name, stored = image.object_name(*place), image.object
         check_record(image, self.chunk_bytes, name)
-        if await _size(self.target, name) == image.nbytes and (
-            not self.mending or await self._is_good(image, buffers)
+        if await _size(self.target, name) == stored.nbytes and (
+            not self.mending or await self._is_good(image, name, streaming)
         ):
             return 0
-        step = max(PIECE_BYTES // self.chunk_bytes, 1) * self.chunk_bytes
-        pending = deque((start, min(start + step, image.nbytes)) for start in range(0, image.nbytes, step))
-        ahead: deque[asyncio.Task[memoryview]] = deque()
-        used: deque[mmap.mmap] = deque()
         with writing(self.target, name, step=self.manifest.step, rank=self.rank):
             notes = self.notes(name) if self.notes is not None else None
-            writer = await self.target.open_writer(name, image.nbytes, notes)
+            writer = await self.target.open_writer(name, stored.nbytes, notes)
             try:
-                while pending or ahead:
-                    while pending and len(ahead) <= PIECES_AHEAD:
-                        used.append(buffers.pop() if buffers else mmap.mmap(-1, step))
-                        ahead.append(
-                            asyncio.ensure_future(self._piece(durable, image, used[-1], *pending.popleft()))
-                        )
-                    view = await ahead[0]
-                    ahead.popleft()
-                    await writer.write(view)
-                    reach("mirror.image.piece", name)
-                    if self.told is not None:
-                        self.told(len(view))
-                    buffers.append(used.popleft())
+                await streaming.copy(self._reading(durable, image), stored, name, writer)
                 await writer.commit()
             except BaseException:
-                for task in ahead:
-                    task.cancel()
-                await asyncio.gather(*ahead, return_exceptions=True)
                 await writer.abort()
                 raise
         reach("mirror.image.done", name)
-        return image.nbytes
+        return stored.nbytes
 
-    async def _is_good(self, image: ImageRecord, buffers: list[mmap.mmap]) -> bool:
-        """Whether every chunk at the target is what the vote says."""
+    def _reading(self, durable: DurableSource, image: ImageRecord) -> ReadInto:
+        async def read(offset: int, view: memoryview) -> None:
+            await durable.read_object(self.rank, image, offset, view)
+
+        return read
+
+    async def _is_good(self, image: ImageRecord, name: str, streaming: Streaming) -> bool:
+        """Whether every chunk of the object at the target is what the vote says."""
         durable = DurableSource(self.target, self.manifest, self.chunk_bytes)
-        step = max(PIECE_BYTES // self.chunk_bytes, 1) * self.chunk_bytes
-        buffer = buffers.pop() if buffers else mmap.mmap(-1, step)
         try:
-            for start in range(0, image.nbytes, step):
-                await self._piece(durable, image, buffer, start, min(start + step, image.nbytes))
+            await streaming.prove(self._reading(durable, image), image.object, name)
         except Damaged:
             return False
-        finally:
-            buffers.append(buffer)
         return True
-
-    async def _piece(
-        self, durable: DurableSource, image: ImageRecord, buffer: mmap.mmap, start: int, end: int
-    ) -> memoryview:
-        """The bytes ``start`` to ``end``, proved."""
-        view = memoryview(buffer)[: end - start]
-        await durable.read_into(self.rank, image.name, start, view)
-        first = start // self.chunk_bytes
-        loop = asyncio.get_running_loop()
-        bad = await loop.run_in_executor(self.pool, bad_chunks, view, first, image, self.chunk_bytes)
-        if bad:
-            raise changed_chunk(durable.locate(self.rank, image.name), image, *bad[0], self.chunk_bytes)
-        return view
 
 
 def _is_layout(data: bytes, hash_text: str) -> bool:

@@ -14,15 +14,16 @@ from everstep.backends.api import Backend
 from everstep.backends.errors import NotFound, ShortRead
 from everstep.errors import Damaged, Pruned, RunError
 from everstep.format import names
-from everstep.format.constants import HASH_BYTES
-from everstep.format.hashing import chunk_hashes, chunk_hashes_of, image_root, rank_root
 from everstep.format.layout import Layout, decode, layout_hash
-from everstep.format.manifest import Manifest, RankRecord
-from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote, header_of
+from everstep.format.manifest import Manifest
+from everstep.format.packed import Table
+from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote
 
 from .asking import SMALL_BYTES_MAX, reading
-from .catalog import list_step, open_vote, read_layout, read_numbered
+from .bases import Bases, Finder, Key, PackedObject, open_table
+from .catalog import list_step, open_vote, read_decision, read_layout, read_numbered
 from .flush import IMAGE_REGION, LAYOUT_REGION, META_REGION, image_names, read_meta
+from .proving import check_chunks, check_images, check_record, check_size, check_vote
 
 if TYPE_CHECKING:
     from everstep.memory.joined import AnyPin
@@ -122,8 +123,14 @@ class DurableSource:
     kind: str = DISK
 
     def __init__(
-        self, backend: Backend, manifest: Manifest, chunk_bytes: int, label: str | None = None
+        self,
+        backend: Backend,
+        manifest: Manifest,
+        chunk_bytes: int,
+        label: str | None = None,
+        bases: Bases | None = None,
     ) -> None:
+        """``bases`` finds what deltas are based on; by default on the same backend."""
         self.backend = backend
         self.manifest = manifest
         self.label = label or backend.url
@@ -135,6 +142,8 @@ class DurableSource:
         self._by_rank = {record.rank: record for record in manifest.ranks}
         self._votes: dict[int, asyncio.Task[Vote]] = {}
         self._layouts: dict[str, asyncio.Task[Layout]] = {}
+        self._tables: dict[tuple[int, str], asyncio.Task[Table]] = {}
+        self.bases = bases or bases_at([backend], chunk_bytes)
 
     async def meta(self, rank: int) -> dict[str, Any]:
         return (await self._vote(rank)).meta
@@ -160,25 +169,78 @@ class DurableSource:
         return True
 
     async def check_image(self, rank: int, image: str) -> None:
+        record = (await self.records(rank))[image]
         name = self.locate(rank, image)
-        check_size(name, await self.size(name), (await self.records(rank))[image].nbytes)
+        check_size(name, await self.size(name), record.object.nbytes)
+        if record.base is not None:
+            await self.explained(self.bases.check(record, rank, name))
 
     async def size(self, name: str) -> int:
         """Size of one of the checkpoint's objects."""
         return await self.explained(_size(self.backend, name))
 
     async def read_into(self, rank: int, image: str, offset: int, view: memoryview) -> None:
+        packed = await self._packed(rank, image)
+        if packed is None:
+            await self._read_plain(rank, image, offset, view)
+        else:
+            await self.explained(self.bases.read_into(*packed, offset, view))
+
+    async def read_chained(
+        self, rank: int, image: str, offset: int, view: memoryview, spare: memoryview, depth: int
+    ) -> None:
+        """As :meth:`read_into`, for a delta that this one's image is the base of (:mod:`.bases`)."""
+        packed = await self._packed(rank, image)
+        if packed is None:
+            await self._read_plain(rank, image, offset, view)
+        else:
+            await self.explained(self.bases.decode(*packed, offset, view, spare, depth))
+
+    async def read_object(self, rank: int, image: ImageRecord, offset: int, view: memoryview) -> None:
+        """Fill ``view`` with the bytes of the image's object as it is stored; not verified."""
+        name = image.object_name(self.step, self.incarnation, self.manifest.attempt, rank)
+        await self.explained(_read_into(self.backend, name, offset, view))
+
+    async def _read_plain(self, rank: int, image: str, offset: int, view: memoryview) -> None:
         await self.explained(_read_into(self.backend, self.locate(rank, image), offset, view))
+
+    async def table(self, rank: int, image: str) -> Table | None:
+        """What the chunks of a packed image are; None if it is plain."""
+        packed = await self._packed(rank, image)
+        return packed[1] if packed is not None else None
+
+    async def _packed(self, rank: int, image: str) -> tuple[PackedObject, Table] | None:
+        """A packed image's object and table; None if it is plain."""
+        record = (await self.records(rank)).get(image)
+        if record is None or record.stored is None:
+            return None
+        of = record
+
+        async def read(offset: int, view: memoryview) -> None:
+            await self.read_object(rank, of, offset, view)
+
+        packed = PackedObject(self.locate(rank, image), rank, record, self.chunk_bytes, read)
+        return packed, await once(self._tables, (rank, image), lambda: self.explained(open_table(packed)))
 
     def mapped(self, rank: int, image: str) -> memoryview | None:
         return None
 
     def locate(self, rank: int, image: str) -> str:
+        """The object's name; as long as the rank's vote was not read, that of a plain image."""
         place = self.step, self.incarnation, self.manifest.attempt, rank
+        vote = self._votes.get(rank)
+        if vote is not None and vote.done() and not vote.cancelled() and vote.exception() is None:
+            for record in vote.result().images:
+                if record.name == image:
+                    return record.object_name(*place)
         return names.state(*place) if image == STATE_IMAGE else names.image(*place, image)
 
     async def confirm(self) -> None:
         """Nothing to ask: objects are immutable, and every byte was verified."""
+
+    async def vote_of(self, rank: int) -> Vote:
+        """The rank's vote, read once."""
+        return await self._vote(rank)
 
     async def vote(self, rank: int) -> tuple[bytes, Vote]:
         """The rank's vote, proved: as stored, and decoded."""
@@ -227,6 +289,24 @@ class DurableSource:
             hint="Load again: a newer checkpoint is there",
             step=self.step,
         )
+
+
+def bases_at(backends: Sequence[Backend], chunk_bytes: int) -> Bases:
+    """Finds bases at these places, nearest first."""
+    bases = Bases()
+
+    def finder_at(backend: Backend) -> Finder:
+        async def find(key: Key) -> Source | None:
+            decision = await read_decision(backend, await list_step(backend, key[1], key[0]))
+            if isinstance(decision, Manifest):
+                return DurableSource(backend, decision, chunk_bytes, bases=bases)
+            return None
+
+        return find
+
+    for backend in backends:
+        bases.add(finder_at(backend))
+    return bases
 
 
 class ArenaSource:
@@ -386,92 +466,3 @@ async def _read_whole(backend: Backend, name: str, nbytes: int) -> bytes:
         data = await backend.read(name, max(SMALL_BYTES_MAX, 2 * nbytes))
     check_size(name, len(data), nbytes)
     return data
-
-
-def check_size(name: str, found: int, expected: int) -> None:
-    """Damaged unless the object has the size that its record says."""
-    if found != expected:
-        raise Damaged(f"{name}: wrong size", found=f"{found} bytes", expected=f"{expected} bytes", name=name)
-
-
-def check_vote(data: bytes, vote: Vote, record: RankRecord, manifest: Manifest, name: str) -> None:
-    """Damaged unless the vote is the very one that the manifest names, and its images the very ones."""
-    header = header_of(vote, data)
-    pairs: list[tuple[str, object, object]] = [
-        ("hash", header.hash, record.vote_hash),
-        ("layout", vote.layout_hash, record.layout_hash),
-        ("world", vote.world, manifest.world),
-        ("root", vote.root, rank_root(vote.images)),
-        ("size of its images", header.images_nbytes, record.images_nbytes),
-        ("size of its state", header.state_nbytes, record.state_nbytes),
-    ]
-    for what, found, expected in pairs:
-        if found != expected:
-            raise Damaged(
-                f"{name}: another {what} than the manifest's", found=found, expected=expected, name=name
-            )
-
-
-def check_record(record: ImageRecord, chunk_bytes: int, name: str) -> None:
-    """Damaged unless the record has a hash for every chunk of its image, bound by its root."""
-    count = -(-record.nbytes // chunk_bytes)
-    if len(record.chunks) != count * HASH_BYTES:
-        raise Damaged(
-            f"{name}: a hash is missing",
-            found=f"{len(record.chunks) // HASH_BYTES} hashes",
-            expected=f"{count} chunks of {chunk_bytes} bytes",
-            name=name,
-        )
-    if image_root(record.nbytes, record.chunks) != record.root:
-        raise Damaged(
-            f"{name}: the hashes do not have their root",
-            found="another",
-            expected=record.root.hex(),
-            name=name,
-        )
-
-
-def check_images(layout: Layout, records: Mapping[str, ImageRecord], name: str) -> None:
-    """Damaged unless the records are those of the layout's images, and of the state."""
-    found = {record.name: record.nbytes for record in records.values() if record.name != STATE_IMAGE}
-    expected = {spec.name: spec.nbytes for spec in layout.images}
-    if found != expected or STATE_IMAGE not in records:
-        raise Damaged(f"{name}: other images than the vote's", found=found, expected=expected, name=name)
-
-
-def bad_chunks(
-    view: memoryview | Sequence[memoryview], first: int, record: ImageRecord, chunk_bytes: int
-) -> list[tuple[int, bytes]]:
-    """The chunks in ``view`` (which begins with chunk ``first``; or several views, one behind the other) whose hash is
-    not the record's, each with the hash found. A chunk for which the record has no hash is bad."""
-    if isinstance(view, memoryview):
-        found = chunk_hashes(view, chunk_bytes)
-    else:
-        found = chunk_hashes_of(view, chunk_bytes)
-    expected = record.chunks[first * HASH_BYTES : first * HASH_BYTES + len(found)]
-    if found == expected:
-        return []
-    return [
-        (first + at // HASH_BYTES, found[at : at + HASH_BYTES])
-        for at in range(0, len(found), HASH_BYTES)
-        if found[at : at + HASH_BYTES] != expected[at : at + HASH_BYTES]
-    ]
-
-
-def changed_chunk(name: str, record: ImageRecord, index: int, found: bytes, chunk_bytes: int) -> Damaged:
-    """The error for chunk ``index`` of ``record``."""
-    return Damaged(
-        f"{name}: damaged in the chunk at offset {index * chunk_bytes}",
-        found=found.hex(),
-        expected=record.chunks[index * HASH_BYTES : (index + 1) * HASH_BYTES].hex() or "a hash",
-        name=name,
-        offset=index * chunk_bytes,
-    )
-
-
-def check_chunks(view: memoryview, first: int, record: ImageRecord, chunk_bytes: int, name: str) -> None:
-    """Damaged if a chunk in ``view`` is not the record's."""
-    check_record(record, chunk_bytes, name)
-    bad = bad_chunks(view, first, record, chunk_bytes)
-    if bad:
-        raise changed_chunk(name, record, *bad[0], chunk_bytes)

@@ -6,7 +6,7 @@ root alone. It belongs to one node, so what is removed there needs no announceme
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -21,10 +21,11 @@ from everstep.plan.lineage import Lineage
 from everstep.plan.retention import Retention, plan_retention
 
 from .asking import each, reading, writing
-from .catalog import StepNames, list_steps, read_vote, voted_ranks
+from .bases import Bases
+from .catalog import StepNames, list_step, list_steps, read_decision, read_vote, voted_ranks
 from .commit import make_manifest
 from .mirror import mirror_rank, missing_ranks
-from .sources import NODE, DurableSource
+from .sources import NODE, DurableSource, Source, bases_at
 
 STAGED_MAX = 16
 """Of the checkpoints in a node's tier, how many of the newest are told of."""
@@ -49,8 +50,15 @@ class NodeSource(DurableSource):
 
     kind = NODE
 
-    def __init__(self, near: Backend, manifest: Manifest, chunk_bytes: int, ranks: Collection[int]) -> None:
-        super().__init__(near, manifest, chunk_bytes)
+    def __init__(
+        self,
+        near: Backend,
+        manifest: Manifest,
+        chunk_bytes: int,
+        ranks: Collection[int],
+        bases: Bases | None = None,
+    ) -> None:
+        super().__init__(near, manifest, chunk_bytes, bases=bases)
         self.ranks = frozenset(ranks)
 
     async def _raise_if_pruned(self) -> None:
@@ -128,14 +136,32 @@ async def list_staged(near: Backend, run: RunRecord) -> list[Staged]:
     return [one for one in await each((await list_steps(near))[-STAGED_MAX:], of) if one is not None]
 
 
-async def near_source(near: Backend, manifest: Manifest, run: RunRecord) -> NodeSource | None:
-    """What the node's tier has of the checkpoint; None if that is nothing. Raises CannotTell, Damaged."""
+async def near_source(
+    near: Backend, manifest: Manifest, run: RunRecord, bases: Bases | None = None
+) -> NodeSource | None:
+    """What the node's tier has of the checkpoint; None if that is nothing. ``bases`` finds what deltas are based on.
+    Raises CannotTell, Damaged."""
     there = await _run_at(near)
     if there is None or there.run_id != run.run_id:
         return None
     missing = set(await missing_ranks(near, manifest))
     ranks = [record.rank for record in manifest.ranks if record.rank not in missing]
-    return NodeSource(near, manifest, run.chunk_bytes, ranks) if ranks else None
+    return NodeSource(near, manifest, run.chunk_bytes, ranks, bases) if ranks else None
+
+
+def bases_near(near: Backend, places: Sequence[Backend], run: RunRecord) -> Bases:
+    """Finds bases in the node's tier, as the first of ``places`` that has one decides, then at these places."""
+    bases = bases_at(places, run.chunk_bytes)
+
+    async def find(key: Key) -> Source | None:
+        for place in places:
+            decision = await read_decision(place, await list_step(place, key[1], key[0]))
+            if isinstance(decision, Manifest):
+                return await near_source(near, decision, run, bases)
+        return None
+
+    bases.add(find, nearest=True)
+    return bases
 
 
 async def discard(near: Backend, directory: str, rank: int | None = None) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from everstep.backends.api import Backend
 from everstep.backends.errors import Conflict, NotFound
-from everstep.errors import Damaged, UnknownFormat
+from everstep.errors import Damaged, UnknownFormat, UnsupportedValue
 from everstep.format import names
 from everstep.format.gather import decode_gather, encode_gather, gather_bytes_max
 from everstep.format.table import Table, TableReader
@@ -48,7 +48,7 @@ async def gather_votes(
 
     try:
         data = encode_gather(await each(ranks, one))
-    except (NotFound, Damaged, UnknownFormat) as error:
+    except (NotFound, Damaged, UnknownFormat, UnsupportedValue) as error:
         log.warning("step %d: the node's votes are not gathered: %s", step, error)
         return False
     name = names.gather(step, incarnation, attempt, ranks[0])

@@ -71,7 +71,9 @@ class Sink(Wrapper):
         self.pause = pause
         self.passed: list[tuple[float, int]] = []
 
-    async def open_writer(self, name: str, nbytes: int, notes: Notes | None = None) -> Writer:
+    async def open_writer(
+        self, name: str, nbytes: int, notes: Notes | None = None, *, at_most: bool = False
+    ) -> Writer:
         return SinkWriter(self)
 
     async def create(self, name: str, data: bytes) -> None:

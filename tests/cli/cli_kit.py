@@ -95,7 +95,7 @@ def incarnation(number: int, adopted: tuple[int, int] | None = None) -> Incarnat
 
 def manifest(step: int, incarnation: int, world: int = 1, **changes: Any) -> Manifest:
     zero = "0" * 32
-    ranks = tuple(RankRecord(rank, zero, 100, zero, 4096, 100) for rank in range(world))
+    ranks = tuple(RankRecord(rank, zero, 100, zero, 4096, 100, 4096) for rank in range(world))
     fields: dict[str, Any] = {
         "step": step,
         "incarnation": incarnation,

@@ -31,7 +31,8 @@ from everstep.ranks import Ranks
 from everstep.reading import Filled, Reading
 from everstep.store.blocking import run_blocking
 from everstep.store.flush import IMAGE_REGION
-from everstep.store.sources import DurableSource, Source, check_chunks
+from everstep.store.proving import check_chunks
+from everstep.store.sources import DurableSource, Source
 
 from tests.facade.kit import SHM, Forked, opened
 

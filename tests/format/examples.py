@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import struct
 from typing import Any
 
-from everstep.format import hashing, layout, names, vote
+from everstep.format import hashing, layout, names, packed, vote
 from everstep.format.constants import FORMAT_VERSION
 from everstep.format.layout import Box, EntrySpec, Layout, Scope
 from everstep.format.manifest import Abort, Manifest, RankRecord, Tombstone
 from everstep.format.records import IncarnationRecord, RunRecord, Writer
-from everstep.format.vote import ImageRecord, Vote
+from everstep.format.vote import ImageRecord, StoredRecord, Vote
 
 CHUNK_BYTES = 4096
 STEP, INCARNATION, ATTEMPT = 12000, 3, 1
@@ -75,7 +77,11 @@ def layout_with_copies() -> Layout:
     return layout.build_layout([*shared, own, v])
 
 
-LAYOUTS = {1: "457827f3612e6afe1aa2b64f63eaf97b", 2: "925833f80a12ddf033ea39ff47cd970c"}
+LAYOUTS = {
+    1: "457827f3612e6afe1aa2b64f63eaf97b",
+    2: "925833f80a12ddf033ea39ff47cd970c",
+    3: "31c8ac8fa84e6604f477fb3b08d5d29b",
+}
 """Hashes by former version."""
 
 
@@ -141,6 +147,7 @@ def example_manifest(vote_bytes: bytes, version: int = FORMAT_VERSION) -> Manife
         layout_hash=of.layout_hash,
         images_nbytes=sum(image.nbytes for image in of.images if image.name != vote.STATE_IMAGE),
         state_nbytes=len(STATE),
+        stored_nbytes=sum(image.object.nbytes for image in of.images if image.name != vote.STATE_IMAGE),
     )
     return Manifest(
         step=STEP,
@@ -163,6 +170,63 @@ def example_manifest(vote_bytes: bytes, version: int = FORMAT_VERSION) -> Manife
     )
 
 
+DELTA_STEP = 12010
+"""The first example is its base; of each image the chunk behind the header has changed."""
+
+
+def delta_images() -> dict[str, tuple[bytes, bytes]]:
+    """By name: the image, and its object, a reference and a plain chunk."""
+    found = {}
+    for name, base in image_bytes(example_layout()).items():
+        changed = bytes((value + 1) % 256 for value in base[CHUNK_BYTES:])
+        rows = [(packed.REFERENCE, 0), (packed.PLAIN, len(changed))]
+        image = base[:CHUNK_BYTES] + changed
+        found[name] = image, changed + packed.encode_tail(len(image), CHUNK_BYTES, rows)
+    return found
+
+
+def payload() -> tuple[bytes, bytes, bytes]:
+    """Payload of a chunk of eight float32 in encoding 5, the base's chunk, and the chunk: two of its numbers are one
+    and two steps of the last bit above the base's, one is one below."""
+    base = struct.pack("<8f", *[1.0] * 8)
+    chunk = struct.pack("<8I", *[0x3F800000 + step for step in (0, 1, -1, 2, 0, 0, 0, 0)])
+    lowest = struct.pack("<BIBIBI", 3, 3, 0, 1, 0, 3)
+    table = struct.pack("<IBB", 32, 4, 2) + lowest + 3 * struct.pack("<BI", 2, 0)
+    return struct.pack("<I", len(table)) + table + bytes([0b1110, 2, 1, 4]), base, chunk
+
+
+def delta_vote() -> Vote:
+    """The vote of :func:`delta_images`."""
+    full = example_vote()
+    parent = {"incarnation": full.incarnation, "step": full.step, "attempt": full.attempt}
+    images = []
+    for (name, (image, stored)), base in zip(delta_images().items(), full.images, strict=False):
+        plain, of_object = record_of(name, image), record_of(name, stored)
+        root = StoredRecord(of_object.nbytes, of_object.root, of_object.chunks)
+        images.append(
+            dataclasses.replace(
+                plain, encoding=vote.DELTA, base={**parent, "root": base.root.hex()}, stored=root
+            )
+        )
+    images.append(record_of(vote.STATE_IMAGE, STATE))
+    return dataclasses.replace(
+        full, step=DELTA_STEP, kind="delta", images=tuple(images), root=hashing.rank_root(images)
+    )
+
+
+def delta_manifest(vote_bytes: bytes) -> Manifest:
+    of = delta_vote()
+    full = example_manifest(vote_bytes)
+    record = dataclasses.replace(
+        full.ranks[0],
+        stored_nbytes=sum(image.object.nbytes for image in of.images if image.name != vote.STATE_IMAGE),
+    )
+    parent = {"incarnation": INCARNATION, "step": STEP, "attempt": ATTEMPT}
+    return dataclasses.replace(full, step=DELTA_STEP, kind="delta", parent=parent, ranks=(record,))
+
+
+DELTA_VOTE_NAME = names.vote(DELTA_STEP, INCARNATION, ATTEMPT, 0)
+DELTA_MANIFEST_NAME = names.decision(DELTA_STEP, INCARNATION, ATTEMPT)
 VOTE_NAME = names.vote(STEP, INCARNATION, ATTEMPT, 0)
 GATHER_NAME = names.gather(STEP, INCARNATION, ATTEMPT, 0)
 MANIFEST_NAME = names.decision(STEP, INCARNATION, ATTEMPT)

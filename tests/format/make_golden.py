@@ -16,14 +16,14 @@ from everstep.format.records import encode_incarnation, encode_run
 from everstep.format.vote import encode_vote
 
 from . import examples
-from .examples import ATTEMPT, INCARNATION, STEP
+from .examples import ATTEMPT, DELTA_STEP, INCARNATION, STEP
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
 def golden_files() -> dict[str, bytes]:
     """Every file by name: one checkpoint of one rank, an abort record and a tombstone; a layout of
-    another one, with shared images."""
+    another one, with shared images; a delta of the first one."""
     of = examples.example_layout()
     encoded = layout.encode(of)
     copies = layout.encode(examples.layout_with_copies())
@@ -42,6 +42,12 @@ def golden_files() -> dict[str, bytes]:
     }
     for name, data in examples.image_bytes(of).items():
         files[names.image(STEP, INCARNATION, ATTEMPT, 0, name)] = data
+    delta = encode_vote(examples.delta_vote())
+    files[examples.DELTA_VOTE_NAME] = delta
+    files[examples.DELTA_MANIFEST_NAME] = encode_decision(examples.delta_manifest(delta))
+    files[names.state(DELTA_STEP, INCARNATION, ATTEMPT, 0)] = examples.STATE
+    for name, (_, stored) in examples.delta_images().items():
+        files[names.packed(DELTA_STEP, INCARNATION, ATTEMPT, 0, name)] = stored
     return files
 
 

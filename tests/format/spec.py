@@ -25,10 +25,12 @@ from .examples import (
     RECORD,
     RUN,
     TOMBSTONE,
+    delta_images,
     example_layout,
     example_manifest,
     example_vote,
     layout_with_copies,
+    payload,
 )
 
 PAGE = Path(__file__).parents[2] / "engine" / "FORMAT.md"
@@ -57,6 +59,7 @@ def example_names() -> str:
         names.vote(12000, 3, 1, 0),
         names.gather(12000, 3, 1, 0),
         names.image(12000, 3, 1, 0, "model"),
+        names.packed(12010, 3, 1, 0, "model"),
         names.state(12000, 3, 1, 0),
         names.events("node-a.4242"),
         names.beacon("0123456789abcdef"),
@@ -123,6 +126,8 @@ def worked() -> dict[str, str]:
         "headers": "\n".join(image.header[8:].decode().rstrip() for image in example_layout().images),
         "vote": hex_dump(vote),
         "gather": hex_dump(encode_gather([vote])),
+        "packed": hex_dump(delta_images()["model"][1]),
+        "payload": hex_dump(payload()[0]),
         "nodes": example_nodes(),
         "state": hex_dump(example_state()),
     }

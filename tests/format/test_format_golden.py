@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import safetensors
 from everstep.errors import Damaged
-from everstep.format import hashing, layout, names
+from everstep.format import hashing, layout, names, packed
 from everstep.format.constants import FORMAT_VERSION, READABLE_VERSIONS
 from everstep.format.gather import decode_gather
 from everstep.format.manifest import Manifest, decode_decision
@@ -37,6 +37,7 @@ def test_nothing_is_missing_and_every_name_parses() -> None:
     assert set(files(FORMAT_VERSION)) == set(golden_files())
     assert len(files(1)) == len(files(2)) - 1, "the gathered votes are new"
     assert len(files(2)) == len(files(3)) - 1, "and a layout with second copies"
+    assert len(files(3)) == len(files(4)) - 5, "and a delta"
     assert all(names.parse(name) is not None for version in VERSIONS for name in files(version))
 
 
@@ -116,10 +117,28 @@ def test_gathered_votes_are_read(version: int) -> None:
     assert decode_gather(read(version, name), name) == [decode_header(vote, examples.VOTE_NAME)]
 
 
+def test_a_delta_is_read() -> None:
+    data = read(4, examples.DELTA_VOTE_NAME)
+    vote = decode_vote(data, examples.DELTA_VOTE_NAME)
+    assert vote == examples.delta_vote()
+    name = examples.DELTA_MANIFEST_NAME
+    assert decode_decision(read(4, name), name) == examples.delta_manifest(data)
+    place = examples.DELTA_STEP, examples.INCARNATION, examples.ATTEMPT, 0
+    for record, (image, _) in zip(vote.images, examples.delta_images().values(), strict=False):
+        stored = read(4, record.object_name(*place))
+        assert record.stored is not None and record.stored.nbytes == len(stored)
+        assert hashing.chunk_hashes(memoryview(stored), examples.CHUNK_BYTES) == record.stored.chunks
+        size = packed.tail_bytes(len(image), examples.CHUNK_BYTES)
+        table = packed.decode_tail(stored[-size:], len(image), examples.CHUNK_BYTES, len(stored), "packed")
+        assert list(table.encodings) == [packed.REFERENCE, packed.PLAIN] and table.needs_base
+        begin, end = table.span(1, 2)
+        assert stored[begin:end] == image[examples.CHUNK_BYTES :] and table.span(0, 1) == (0, 0)
+
+
 def test_shared_images_are_read() -> None:
     of = examples.layout_with_copies()
     expected = layout.layout_hash(layout.encode(of))
-    found = layout.open_layout(read(3, names.layout(expected)), expected, "layout")
+    found = layout.open_layout(read(4, names.layout(expected)), expected, "layout")
     assert found == of
     assert [image.name for image in found.images] == ["model+1", "model"]
     assert [image.name for image in found.copies] == ["1/model+0"]

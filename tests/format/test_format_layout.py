@@ -401,7 +401,7 @@ def spoil(field: str, value: object) -> bytes:
 
 
 SPOILED: list[tuple[str, object, type[Exception]]] = [
-    ("v", 4, UnknownFormat),
+    ("v", FORMAT_VERSION + 1, UnknownFormat),
     ("v", 1, Damaged),
     ("v", "1", Damaged),
     ("dtypes", ["float32", "int64", "bfloat16", "float7"], UnknownFormat),

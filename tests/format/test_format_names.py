@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from everstep.backends.api import check_name
 from everstep.format import names
@@ -73,6 +75,7 @@ def test_every_built_name_parses_to_its_numbers(
         (Kind.VOTE, names.vote(*numbers, rank)),
         (Kind.STATE, names.state(*numbers, rank)),
         (Kind.IMAGE, names.image(*numbers, rank, text)),
+        (Kind.IMAGE, names.packed(*numbers, rank, text)),
     ):
         parsed = names.parse(name)
         assert parsed is not None and parsed.kind is kind
@@ -81,6 +84,8 @@ def test_every_built_name_parses_to_its_numbers(
     image = names.parse(names.image(*numbers, rank, text))
     assert image is not None and image.text == names.escape(text)
     assert image.image == (None if "%~" in names.escape(text) else text)
+    packed = names.parse(names.packed(*numbers, rank, text))
+    assert packed == dataclasses.replace(image, packed=True) and not image.packed
     record = names.parse(names.incarnation(incarnation))
     assert record is not None and (record.kind, record.incarnation) == (Kind.INCARNATION, incarnation)
     events = names.parse(names.events(text))

@@ -15,7 +15,20 @@ from everstep.format.sealed import seal, unseal
 from everstep.format.vote import encode_vote
 
 from .damage import assert_all_found
-from .examples import ABORT, MANIFEST_NAME, RECORD, RUN, TOMBSTONE, example_manifest, example_vote
+from .examples import (
+    ABORT,
+    DELTA_MANIFEST_NAME,
+    INCARNATION,
+    MANIFEST_NAME,
+    RECORD,
+    RUN,
+    STEP,
+    TOMBSTONE,
+    delta_manifest,
+    delta_vote,
+    example_manifest,
+    example_vote,
+)
 
 MANIFEST = example_manifest(encode_vote(example_vote()))
 RECORD_NAME = names.incarnation(3)
@@ -79,6 +92,10 @@ def ranks_with(**changes: Any) -> dict[str, Any]:
     return {**body_of(encode_decision(MANIFEST))["ranks"], **changes}
 
 
+def delta_with(**parent: Any) -> bytes:
+    return manifest_with(kind="delta", parent={"incarnation": INCARNATION, "step": 1, "attempt": 1, **parent})
+
+
 SPOILED: dict[str, bytes] = {
     "step is text": manifest_with(step="12000"),
     "step is a float": manifest_with(step=12000.0),
@@ -88,13 +105,24 @@ SPOILED: dict[str, bytes] = {
     "world is zero": manifest_with(world=0, ranks=[]),
     "world is another": manifest_with(world=2),
     "kind is empty": manifest_with(kind=""),
+    "kind is unknown": manifest_with(kind="synthetic"),
+    "a delta without parent": manifest_with(kind="delta"),
+    "a parent of a full": manifest_with(parent={"incarnation": 1, "step": 2, "attempt": 1}),
+    "a parent that is not older": delta_with(step=STEP),
+    "a parent without attempt": delta_with(attempt=0),
+    "a parent that says more": delta_with(root="0" * 32),
+    "a parent of texts": delta_with(step="1"),
+    "size of the objects is negative": manifest_with(ranks=ranks_with(stored_nbytes=[-1])),
     "scope is unknown": manifest_with(scope="galaxy"),
     "ranks is a list": manifest_with(ranks=[]),
     "ranks is a list of maps": manifest_with(ranks=[ranks_with()]),
     "ranks is a text": manifest_with(ranks="0"),
     "ranks is empty": manifest_with(ranks={}),
     "rank twice": manifest_with(
-        ranks={key: [0, 0] if key == "rank" else 2 * column for key, column in ranks_with(rank=[0]).items()},
+        ranks={
+            key: [0, 0] if key == "rank" else column and 2 * column
+            for key, column in ranks_with(rank=[0]).items()
+        },
         world=2,
     ),
     "a column is short": manifest_with(ranks=ranks_with(state_nbytes=[])),
@@ -146,7 +174,7 @@ def test_impossible_records_are_not_written() -> None:
     ):
         with pytest.raises(UnsupportedValue):
             encode_incarnation(dataclasses.replace(RECORD, **change))  # type: ignore[arg-type]
-    for change in ({"chunk_bytes": 5000}, {"chunk_bytes": 512}, {"run_id": ""}, {"format": 1}, {"format": 4}):
+    for change in ({"chunk_bytes": 5000}, {"chunk_bytes": 512}, {"run_id": ""}, {"format": 1}, {"format": 5}):
         with pytest.raises(UnsupportedValue):
             encode_run(dataclasses.replace(RUN, **change))  # type: ignore[arg-type]
 
@@ -176,6 +204,25 @@ def test_a_manifest_of_many_ranks_is_small_and_still_readable() -> None:
     assert decode_decision(data, MANIFEST_NAME) == many
     assert len(data) < 4096 * 128
     assert max(map(len, data.decode().splitlines())) <= 100
+
+
+def test_a_manifest_of_a_delta_comes_back() -> None:
+    delta = delta_manifest(encode_vote(delta_vote()))
+    found = decode_decision(encode_decision(delta), DELTA_MANIFEST_NAME)
+    assert found == delta and delta.parent_key == (INCARNATION, STEP)
+    assert delta.ranks[0].objects_nbytes < delta.ranks[0].nbytes
+
+
+def test_a_manifest_of_version_3_has_no_size_of_objects() -> None:
+    body = body_of(encode_decision(MANIFEST))
+    del body["ranks"]["stored_nbytes"]
+    found = decode_decision(seal("manifest", body, format=3), MANIFEST_NAME)
+    assert found == MANIFEST
+    with pytest.raises(Damaged, match="stored_nbytes"):
+        decode_decision(seal("manifest", body), MANIFEST_NAME)
+    body["ranks"]["stored_nbytes"] = [1]
+    with pytest.raises(Damaged, match="later version"):
+        decode_decision(seal("manifest", body, format=3), MANIFEST_NAME)
 
 
 def test_a_manifest_of_version_1_has_rows_and_nothing_that_came_later() -> None:
@@ -214,7 +261,7 @@ def run_with(**changes: Any) -> bytes:
         (run_with(required=["parity"]), ["parity"]),
         (run_with(hash_id="blake3-256"), "blake3-256"),
         (run_with(quorum=1), ["quorum"]),
-        (seal("run", {"anything": 1}, format=4), 4),
+        (seal("run", {"anything": 1}, format=5), 5),
         (seal("run", {"anything": 1}, format=0), 0),
     ],
 )

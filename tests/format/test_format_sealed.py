@@ -13,6 +13,7 @@ import pytest
 import torch
 from everstep.errors import Damaged, UnknownFormat, UnsupportedValue
 from everstep.format import hashing, plain, sealed
+from everstep.format.constants import FORMAT_VERSION
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -71,7 +72,7 @@ def test_a_person_can_read_it() -> None:
         "{",
         '  "everstep": "thing",',
         f'  "hash": "xxh3-128:{json.loads(data)["hash"][9:]}",',
-        '  "format": 3,',
+        f'  "format": {FORMAT_VERSION},',
         '  "step": 7,',
     ]
     assert '  "name": "Zoë",' in lines
@@ -172,9 +173,13 @@ def test_another_kind_is_not_taken() -> None:
 
 def test_another_format_version_says_what_to_do() -> None:
     with pytest.raises(UnknownFormat) as caught:
-        sealed.unseal(sealed.seal("thing", {"new": 1}, format=4), "thing", NAME)
+        sealed.unseal(sealed.seal("thing", {"new": 1}, format=FORMAT_VERSION + 1), "thing", NAME)
     error = caught.value
-    assert (error.found, error.expected, error.name) == (4, "at most 3", NAME)
+    assert (error.found, error.expected, error.name) == (
+        FORMAT_VERSION + 1,
+        f"at most {FORMAT_VERSION}",
+        NAME,
+    )
     assert error.hint and "release" in error.hint
 
 
@@ -207,7 +212,7 @@ def test_a_changed_name_of_the_hash_is_damage() -> None:
 
 
 def test_a_changed_version_without_a_new_hash_is_damage() -> None:
-    data = sealed.seal("thing", {}).replace(b'"format": 3', b'"format": 1')
+    data = sealed.seal("thing", {}).replace(b'"format": 4', b'"format": 1')
     with pytest.raises(Damaged, match="hash is wrong"):
         sealed.unseal(data, "thing", NAME)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from everstep.format import layout, vote
+from everstep.codec import constants
+from everstep.codec.chunk import decode_chunk
+from everstep.format import layout, packed, vote
 from everstep.format.constants import FORMAT_VERSION
 from everstep.format.gather import decode_gather
 from everstep.format.vote import _HEADER, decode_header, decode_vote
@@ -21,7 +23,7 @@ from everstep.state.wire import (
     Tag,
 )
 
-from .examples import GATHER_NAME, VOTE_NAME, example_layout, example_vote, layout_with_copies
+from .examples import GATHER_NAME, VOTE_NAME, example_layout, example_vote, layout_with_copies, payload
 from .spec import PAGE, blocks, dtype_rows, from_hex_dump, worked
 
 EXACT = [name for name in worked() if name not in ("vote", "gather", "manifest")]
@@ -60,6 +62,25 @@ def test_the_worked_vote_decodes() -> None:
     assert f"a header of {vote.HEADER_BYTES} bytes" in text
     assert f"hash of the {_HEADER.size} bytes before" in text
     assert vote.vote_hash(data) in blocks()["manifest"]
+
+
+def test_the_worked_payload_decodes() -> None:
+    data, base, chunk = payload()
+    assert from_hex_dump(blocks()["payload"]) == data
+    out = bytearray(len(chunk))
+    decode_chunk(packed.DIFFERENCE, memoryview(data), memoryview(base), memoryview(out))
+    assert out == chunk
+
+
+def test_the_numbers_of_the_codec_are_those_of_the_page() -> None:
+    ours = (packed.REFERENCE, packed.PLAIN, packed.ZSTD, packed.PLANES, packed.XOR, packed.DIFFERENCE)
+    theirs = (constants.REFERENCE, constants.PLAIN, constants.ZSTD, constants.PLANES)
+    assert ours == (*theirs, constants.XOR_PLANES, constants.DIFFERENCE_PLANES) == packed.ENCODINGS
+    page = PAGE.read_text().split("### 6.2 Payloads")[1].split("### 6.3")[0]
+    rows = re.findall(r"^\| (\d) \|", page, re.M)
+    transforms = (constants.NONE, constants.XOR, constants.FLOAT_DIFFERENCE, constants.INT_DIFFERENCE)
+    streams = (constants.STREAM_PLAIN, constants.STREAM_ZSTD, constants.STREAM_EQUAL, constants.STREAM_SPARSE)
+    assert [int(row) for row in rows] == [*transforms, constants.SAME, *streams]
 
 
 def test_the_worked_gather_decodes() -> None:

@@ -11,6 +11,7 @@ import pytest
 import zstandard
 from everstep.errors import Damaged, UnknownFormat, UnsupportedValue
 from everstep.format import hashing, names
+from everstep.format.constants import FORMAT_VERSION
 from everstep.format.gather import decode_gather, encode_gather
 from everstep.format.vote import (
     _HEADER,
@@ -28,7 +29,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from .damage import assert_all_found
-from .examples import ATTEMPT, INCARNATION, STEP, VOTE_NAME, example_vote, record_of
+from .examples import (
+    ATTEMPT,
+    DELTA_VOTE_NAME,
+    INCARNATION,
+    STEP,
+    VOTE_NAME,
+    delta_vote,
+    example_vote,
+    record_of,
+)
 
 DATA = encode_vote(example_vote())
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
@@ -105,6 +115,17 @@ def with_images(*images: ImageRecord, **changes: Any) -> Vote:
     return dataclasses.replace(vote, **changes)
 
 
+STATE = record_of("state", b"x")
+
+
+def with_base(**changes: Any) -> Vote:
+    """The example of a delta, whose second image has another base."""
+    vote = delta_vote()
+    first, second, state = vote.images
+    second = dataclasses.replace(second, base={**(second.base or {}), **changes})
+    return dataclasses.replace(vote, images=(first, second, state))
+
+
 WRONG: dict[str, Vote] = {
     "root": dataclasses.replace(example_vote(), root=b"\0" * 16),
     "root of model": with_images(dataclasses.replace(IMAGE, root=b"\0" * 16)),
@@ -112,6 +133,18 @@ WRONG: dict[str, Vote] = {
     "size": with_images(dataclasses.replace(IMAGE, chunks=b"", root=hashing.image_root(5000, b""))),
     "an image twice": with_images(IMAGE, IMAGE),
     "base is for deltas": with_images(dataclasses.replace(IMAGE, base={"step": 1})),
+    "an object is for packed": with_images(dataclasses.replace(IMAGE, encoding="packed")),
+    "kind is 'full'": dataclasses.replace(delta_vote(), kind="full"),
+    "kind is 'delta'": with_images(IMAGE, kind="delta"),
+    "is not older": with_base(step=STEP + 10),
+    "another base": with_base(attempt=2),
+    "base of optimizer is": with_base(more=1),
+    "base.attempt": with_base(attempt=0),
+    "step of the base": with_base(step=1.0),
+    "root is": with_base(root="00"),
+    "cannot be packed": with_images(
+        dataclasses.replace(STATE, encoding="packed", stored=delta_vote().images[0].stored)
+    ),
     "encoding": with_images(dataclasses.replace(IMAGE, encoding="rle")),
     "rank": with_images(IMAGE, rank=1, world=1),
     "world": with_images(IMAGE, world=0),
@@ -160,6 +193,10 @@ def rebuilt(index: Any = None, frame: bytes | None = None, **header: Any) -> byt
         "agreement",
         "images_nbytes",
         "state_nbytes",
+        "stored_nbytes",
+        "base_incarnation",
+        "base_step",
+        "base_attempt",
         "index_bytes",
         "plain_bytes",
         "index_hash",
@@ -182,8 +219,14 @@ def index_with(**changes: Any) -> bytes:
     return msgspec.msgpack.encode({**fields, **changes})
 
 
+def with_stored() -> bytes:
+    fields = msgspec.msgpack.decode(index_with())
+    fields["images"][0]["stored"] = {key: fields["images"][0][key] for key in ("nbytes", "root", "chunks")}
+    return msgspec.msgpack.encode(fields)
+
+
 HOSTILE: dict[str, tuple[bytes, type[Exception]]] = {
-    "newer version": (rebuilt(version=4), UnknownFormat),
+    "newer version": (rebuilt(version=FORMAT_VERSION + 1), UnknownFormat),
     "older version": (rebuilt(version=0), UnknownFormat),
     "version of another header": (rebuilt(version=1), Damaged),
     "unknown flag": (rebuilt(flags=2), UnknownFormat),
@@ -191,6 +234,10 @@ HOSTILE: dict[str, tuple[bytes, type[Exception]]] = {
     "other agreement": (rebuilt(agreement=b"\1" * 16), Damaged),
     "other size of images": (rebuilt(images_nbytes=1), Damaged),
     "other size of the state": (rebuilt(state_nbytes=2**63), Damaged),
+    "other size of objects": (rebuilt(stored_nbytes=1), Damaged),
+    "a parent that no image has": (rebuilt(base_incarnation=1, base_step=2, base_attempt=1), Damaged),
+    "a parent without attempt": (rebuilt(base_step=2), Damaged),
+    "an object of a plain image": (rebuilt(index=with_stored()), Damaged),
     "attempt 0": (rebuilt(attempt=0), Damaged),
     "rank beyond world": (rebuilt(rank=7), Damaged),
     "huge step": (rebuilt(step=2**64 - 1), Damaged),
@@ -232,6 +279,25 @@ def test_a_header_says_what_a_commit_needs() -> None:
     assert header.state_nbytes == vote.images[-1].nbytes and not header.has_entry_hashes
     told = encode_vote(dataclasses.replace(vote, entry_hashes={"model/w": "1" * 32}))
     assert decode_header(told, VOTE_NAME).has_entry_hashes
+
+
+def test_a_vote_of_a_delta_comes_back_and_its_header_names_the_base() -> None:
+    vote = delta_vote()
+    data = encode_vote(vote)
+    assert decode_vote(data, DELTA_VOTE_NAME) == vote
+    header = decode_header(data, DELTA_VOTE_NAME)
+    assert header == header_of(vote, data) and header.kind == "delta"
+    assert header.parent == vote.parent == (INCARNATION, STEP, ATTEMPT)
+    assert header.stored_nbytes == sum(image.object.nbytes for image in vote.images[:-1])
+    assert header.stored_nbytes < header.images_nbytes
+    assert vote.images[0].object_name(1, 2, 3, 4) == names.packed(1, 2, 3, 4, "model")
+    assert vote.images[0].plain().object_name(1, 2, 3, 4) == names.image(1, 2, 3, 4, "model")
+    assert vote.images[0].base_key == (INCARNATION, STEP)
+
+
+def test_every_damage_of_a_vote_of_a_delta_is_found() -> None:
+    name = DELTA_VOTE_NAME
+    assert_all_found(encode_vote(delta_vote()), lambda data: decode_vote(data, name), name, (0x01, 0x80))
 
 
 def test_every_damage_of_a_header_is_found() -> None:
@@ -307,8 +373,9 @@ def test_votes_that_do_not_belong_together_are_not_gathered() -> None:
 def test_hostile_gathers_with_good_hashes_are_refused() -> None:
     body = GATHER[: -hashing.HASH_BYTES]
     for wrong, error in (
-        (body[:8] + b"\4" + body[9:], UnknownFormat),
+        (body[:8] + bytes([FORMAT_VERSION + 1]) + body[9:], UnknownFormat),
         (body[:8] + b"\1" + body[9:], UnknownFormat),
+        (body[:8] + b"\3" + body[9:], Damaged),
         (body[:12] + b"\2" + body[13:], Damaged),
         (body[:12] + b"\xff" * 4 + body[16:], Damaged),
         (body[:16], Damaged),

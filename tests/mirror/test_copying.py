@@ -184,9 +184,9 @@ class Gated(kit.Wrapper):
         super().__init__(inner)
         self.gate = gate
 
-    async def open_writer(self, name: str, nbytes: int, notes: Any = None) -> Any:
+    async def open_writer(self, name: str, nbytes: int, notes: Any = None, **more: Any) -> Any:
         await self.gate.wait()
-        return await self.inner.open_writer(name, nbytes, notes)
+        return await self.inner.open_writer(name, nbytes, notes, **more)
 
     async def create(self, name: str, data: bytes) -> None:
         await self.gate.wait()
@@ -254,7 +254,7 @@ def test_a_delta_brings_its_base(run: Path, tmp_path: Path) -> None:
         source = LocalBackend(run)
         manifest = await store_kit.read_decision(source, await list_step(source, 6, 2))
         assert isinstance(manifest, store_kit.Manifest)
-        delta = replace(manifest, parent={"step": 5, "incarnation": 2})
+        delta = replace(manifest, kind="delta", parent={"step": 5, "incarnation": 2, "attempt": 1})
         (run / names.decision(6, 2, 1)).write_bytes(encode_decision(delta))
         await source.close()
 

@@ -131,9 +131,9 @@ class Stopping(kit.Wrapper):
             self._stopped.set()
             await self._go_on.wait()
 
-    async def open_writer(self, name: str, nbytes: int, notes: Any = None) -> Any:
+    async def open_writer(self, name: str, nbytes: int, notes: Any = None, **more: Any) -> Any:
         await self._gate()
-        return await self.inner.open_writer(name, nbytes, notes)
+        return await self.inner.open_writer(name, nbytes, notes, **more)
 
     async def create(self, name: str, data: bytes) -> None:
         await self._gate()

@@ -14,6 +14,7 @@ from everstep.format import names
 from everstep.format.layout import build_layout
 from everstep.format.manifest import Abort, Manifest, Tombstone, decode_decision, encode_decision
 from everstep.store import mirror as module
+from everstep.store import streaming
 from everstep.store.catalog import list_step, read_decision
 from everstep.store.commit import abort_attempt, try_commit
 from everstep.store.mirror import conclude, copy_records, give_up, mirror_rank, missing_ranks
@@ -92,15 +93,15 @@ def test_an_image_that_vanished_is_missed(tmp_path: Path) -> None:
 def test_images_of_many_pieces_need_few_buffers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
-    monkeypatch.setattr(module, "PIECE_BYTES", piece)
+    monkeypatch.setattr(streaming, "PIECE_BYTES", piece)
     made: list[int] = []
-    plain = module.mmap.mmap
+    plain = streaming.mmap.mmap
 
     def counted(fd: int, nbytes: int) -> object:
         made.append(nbytes)
         return plain(fd, nbytes)
 
-    monkeypatch.setattr(module.mmap, "mmap", counted)
+    monkeypatch.setattr(streaming.mmap, "mmap", counted)
 
     async def work(source: LocalBackend, target: LocalBackend) -> None:
         for rank in range(2):
@@ -110,7 +111,7 @@ def test_images_of_many_pieces_need_few_buffers(
         assert isinstance(manifest, Manifest) and manifest.ranks[0].nbytes > 10 * piece
         await kit.mirror(source, target, manifest)
         assert kit.objects(tmp_path / "target") == kit.objects(tmp_path / "source")
-        most = module.IMAGES_PARALLEL * (module.PIECES_AHEAD + 1)
+        most = module.IMAGES_PARALLEL * (streaming.PIECES_AHEAD + 1)
         assert set(made) == {piece} and len(made) <= manifest.world * most
 
     kit.on_two(tmp_path, work)
@@ -286,7 +287,7 @@ def test_a_second_attempt_and_a_revision_bring_the_decisions_below(tmp_path: Pat
 def test_a_delta_needs_its_base(tmp_path: Path) -> None:
     async def work(source: LocalBackend, target: LocalBackend) -> None:
         base, full = await store_kit.save(source, 1), await store_kit.save(source, 2)
-        delta = replace(full, parent={"step": 1, "incarnation": 1, "attempt": 1})
+        delta = replace(full, kind="delta", parent={"step": 1, "incarnation": 1, "attempt": 1})
         (tmp_path / "source" / names.decision(2, 1, 1)).write_bytes(encode_decision(delta))
         await kit.send(source, target, delta)
         with pytest.raises(NoCheckpoint, match="base of step 2"):

@@ -180,20 +180,37 @@ async def flush(
     incarnation: int = 1,
     world: int = WORLD,
     pinned: MemoryPinned | None = None,
+    base: DurableSource | None = None,
 ) -> Vote:
     run = await open_run(backend)
     pinned = pinned or snapshot(step, rank, incarnation=incarnation, world=world, chunk_bytes=run.chunk_bytes)
     job = FlushJob(step, incarnation, attempt, rank, world)
-    return await flush_rank(backend, job, pinned, chunk_bytes=run.chunk_bytes, run=run)  # type: ignore[arg-type]
+    return await flush_rank(backend, job, pinned, chunk_bytes=run.chunk_bytes, run=run, base=base)  # type: ignore[arg-type]
 
 
-async def save(backend: Backend, step: int, *, incarnation: int = 1, world: int = WORLD) -> Manifest:
-    """What an agent does for one step, from the attempt's number to the manifest."""
+async def save(
+    backend: Backend,
+    step: int,
+    *,
+    incarnation: int = 1,
+    world: int = WORLD,
+    base: DurableSource | None = None,
+) -> Manifest:
+    """What an agent does for one step, from the attempt's number to the manifest. With ``base`` the first rank's images
+    are deltas: their headers are the base's."""
     attempt, standing = await next_attempt(backend, step, incarnation)
     if standing is not None:
         return standing
     for rank in range(world):
-        await flush(backend, step, rank, attempt=attempt, incarnation=incarnation, world=world)
+        await flush(
+            backend,
+            step,
+            rank,
+            attempt=attempt,
+            incarnation=incarnation,
+            world=world,
+            base=base if rank == 0 else None,
+        )
     decision = await try_commit(backend, step, incarnation, attempt, world)
     assert isinstance(decision, Manifest), decision
     return decision

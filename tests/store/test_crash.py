@@ -32,6 +32,8 @@ STATES = (OLD, BOTH, NEW)
 NAMED = [
     # point, part of the name it works on, what can be loaded afterwards
     ("flush.image.first", "rank-00000.model", OLD),
+    ("flush.packed.before", "rank-00000.optimizer", OLD),
+    ("rename.after", "rank-00000.model.packed", OLD),
     ("fsync.before", "rank-00001.optimizer", OLD),
     ("fsync.after", "rank-00001.optimizer", OLD),
     ("rename.after", "rank-00000.state", OLD),
@@ -51,7 +53,7 @@ NAMED = [
     ("rotate.deleted.decisions", "", NEW),
     ("rotate.deleted.tombstone", "", NEW),
 ]
-SHORT = {0, 5, 7, 8, 12, 14}
+SHORT = {0, 1, 7, 9, 10, 14, 16}
 
 
 @pytest.fixture(scope="module")
