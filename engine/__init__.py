@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .handles import SaveHandle
     from .loading import Recovery
     from .oneshot import load, save
+    from .pinning import pin
     from .policy import Memory, Policy, Tier
     from .sizing import MemoryPlan, plan_memory
     from .state.registry import register
@@ -34,6 +35,7 @@ _HOMES = {
     "errors": "",
     "flat_range": "state.sharded",
     "load": "oneshot",
+    "pin": "pinning",
     "plan_memory": "sizing",
     "register": "state.registry",
     "save": "oneshot",
@@ -53,6 +55,7 @@ __all__ = [
     "errors",
     "flat_range",
     "load",
+    "pin",
     "plan_memory",
     "register",
     "save",

@@ -16,6 +16,7 @@ from .adopted import Adopted
 from .agent.asking import loading
 from .agent.values import AgentSettings
 from .backends.api import Backend
+from .chained import known_chains
 from .config import config_hash, plain_config, plain_step
 from .discovery import find_run, open_arenas
 from .errors import BadOption, Closed, EverstepError, NoCheckpoint, NotARun, RunInUse
@@ -554,6 +555,7 @@ class Checkpointer:
                 nodes=self._nodes,
                 holders=self._holders,
                 device=self._rollbacks.device,
+                chains=known_chains(self._backend, self._policy, record) if ranks.rank == 0 else None,
             )
 
         session = ranks.together("opening the run", start, timeout_s=timeout_s)

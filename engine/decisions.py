@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from .agent.values import Progress
+from .chained import take_in
+from .plan.chains import Chains
 from .plan.interval import SaveCost
 from .plan.schedule import AUTO, Decision, Schedule, merge, parse_duration
 from .policy import Policy, Tier
@@ -46,8 +49,12 @@ class Decisions:
         unfinished_max: int,
         incarnation: int = 0,
         tiers: Sequence[Tier] = (),
+        chains: Chains | None = None,
     ) -> None:
+        """``chains``: of rank 0, which checkpoints are durable and what they stand on."""
         self._ranks = ranks
+        self._incarnation = incarnation
+        self._chains = chains
         self._key = f"{KEY}/{incarnation}"
         self._timeout_s = policy.rank_timeout_s
         self._unfinished_max = unfinished_max
@@ -60,6 +67,8 @@ class Decisions:
                 LOOKAHEAD_STEPS,
                 policy.on_slow,
                 {tier.name: tier.every for tier in tiers},
+                delta_every=policy.delta_every,
+                chains=chains,
             )
         self.flush_every_s: float | None = None
         """The interval between flushes as measured (``full_every="auto"``, on rank 0)."""
@@ -75,11 +84,14 @@ class Decisions:
         step: int,
         unfinished: Callable[[], int],
         trouble: Callable[[int], Trouble] = lambda step: ("", False),
+        *,
+        deltas: Callable[[], int] = lambda: 0,
     ) -> Decision:
-        """The decision on ``step``. Rank 0 decides it and the next ones; others wait for it, bounded. ``trouble`` is
-        rank 0's, and told by all ranks at the same step."""
+        """The decision on ``step``. Rank 0 decides it and the next ones; others wait for it, bounded.
+        ``unfinished``: how many flushes are, and ``deltas`` how many of these are. ``trouble`` is rank 0's, and told by
+        all ranks at the same step."""
         if self._schedule is not None:
-            self._extend(self._schedule, step, unfinished(), trouble)
+            self._extend(self._schedule, step, unfinished(), deltas(), trouble)
         elif step > self._through:
             self._follow(step)
         asked = merge(d for d in self._decided if self._last < d.step <= step)
@@ -94,6 +106,11 @@ class Decisions:
         """The trouble of decisions up to ``step`` was told; a step that is tried again does not tell it again."""
         self._decided = [replace(d, trouble="", fatal=False) if d.step <= step else d for d in self._decided]
 
+    def heard(self, progress: Progress) -> None:
+        """The agent said this; of deltas it decides what comes next."""
+        if self._chains is not None:
+            take_in(self._chains, progress, self._incarnation)
+
     def passed(self, step: int) -> None:
         """What was decided for ``step`` is done. Until then a step that failed may be tried again."""
         self._last = max(step, self._last)
@@ -101,13 +118,13 @@ class Decisions:
             self._cost.stepped(time.monotonic(), self._flushing or self._was_flushing)
 
     def _extend(
-        self, schedule: Schedule, step: int, unfinished: int, trouble: Callable[[int], Trouble]
+        self, schedule: Schedule, step: int, unfinished: int, deltas: int, trouble: Callable[[int], Trouble]
     ) -> None:
         """Decide through ``step`` + lookahead and publish it: one small message a step."""
         self._was_flushing, self._flushing = self._flushing, unfinished > 0
         self._follow_cost(schedule)
         through = step + LOOKAHEAD_STEPS
-        new = schedule.extend(through, time.monotonic(), unfinished, self._unfinished_max)
+        new = schedule.extend(through, time.monotonic(), unfinished, self._unfinished_max, deltas)
         if new and self._ranks.world > 1:  # what was published before may have been read
             text, fatal = trouble(step)
             new[-1] = replace(new[-1], trouble=text, fatal=fatal)
@@ -148,9 +165,13 @@ def _to_wire(decision: Decision) -> list[Any]:
         list(decision.tiers),
         decision.trouble,
         decision.fatal,
+        decision.kind,
+        None if decision.base is None else list(decision.base),
+        decision.merge,
     ]
 
 
 def _from_wire(item: list[Any]) -> Decision:
-    step, snapshot, flush, wait, supersede, tiers, trouble, fatal = item
-    return Decision(step, snapshot, flush, wait, supersede, tuple(tiers), trouble, fatal)
+    step, snapshot, flush, wait, supersede, tiers, trouble, fatal, kind, base, to_merge = item
+    plain = step, snapshot, flush, wait, supersede, tuple(tiers), trouble, fatal
+    return Decision(*plain, kind, None if base is None else tuple(base), to_merge)

@@ -11,6 +11,7 @@ from typing import Any
 
 from .backends.api import Backend
 from .config import config_hash, plain_config, plain_metrics, plain_step
+from .describing import describe
 from .discovery import Proposals, find_run, open_arenas
 from .errors import (
     BadOption,
@@ -36,7 +37,6 @@ from .planning import LayoutPlanner
 from .policy import SHARED_MEMORY
 from .ranks import Ranks
 from .reading import as_values, into_state
-from .session import describe
 from .snapshot.copier import Copier, Plan
 from .state.trainstate import TrainState
 from .state.tree import FlatState

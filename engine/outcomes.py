@@ -29,6 +29,9 @@ PROTECTION = ("peer_failed", "unprotected", "protected", "replicas_differ")
 TIERS = ("mirrored", "mirror_failing", "mirror_dropped", "staged", "unstaged")
 """What agents say of a further tier; the last two of the node's own."""
 
+DELTAS = ("merged", "unmerged", "unbased")
+"""What agents say of deltas."""
+
 FINISHED = ("committed", "failed", "abandoned", "superseded")
 
 
@@ -45,6 +48,7 @@ class Outcomes:
         self._flushes: OrderedDict[int, Progress | None] = OrderedDict()
         self._attempts: dict[int, int] = {}
         self._asked: dict[int, float] = {}
+        self._deltas: set[int] = set()
         self._in_a_row = 0
         self._tiers: dict[int, dict[str, Progress | None]] = {}
         """By step and url, the further tiers that it is owed to."""
@@ -62,17 +66,19 @@ class Outcomes:
         bound = parse_every(policy.max_unsaved, "max_unsaved")
         self._unsaved = Unsaved(bound) if bound is not None else None
 
-    def expect(self, step: int, attempt: int, tiers: Collection[str] = ()) -> None:
+    def expect(self, step: int, attempt: int, tiers: Collection[str] = (), *, delta: bool = False) -> None:
         """A flush of ``step`` was asked for; verdicts on attempts before ``attempt`` say nothing of it. ``tiers``: urls
         of those that it is owed to then."""
         self._flushes[step] = None
         self._tiers[step] = dict.fromkeys([*tiers, *([self._near] if self._near is not None else [])])
         self._attempts[step] = attempt
         self._asked[step] = time.monotonic()
+        (self._deltas.add if delta else self._deltas.discard)(step)
         self._flushes.move_to_end(step)
         while len(self._flushes) > REMEMBERED_MAX:
             oldest, _ = self._flushes.popitem(last=False)
             del self._attempts[oldest], self._asked[oldest], self._tiers[oldest]
+            self._deltas.discard(oldest)
 
     def unfinished(self) -> list[int]:
         return [step for step, last in self._flushes.items() if last is None]
@@ -80,6 +86,16 @@ class Outcomes:
     def holding(self) -> list[int]:
         """Those unfinished ones that still need their slots."""
         return [step for step in self.unfinished() if not self._is_staged(step)]
+
+    def holding_deltas(self) -> int:
+        """How many of those are deltas."""
+        return len(self._deltas.intersection(self.holding()))
+
+    def to_give_up(self, *, delta: bool) -> int | None:
+        """Which unfinished flush makes way for a new one: the oldest delta, or, but not for a ``delta``, the oldest."""
+        holding = self.holding()
+        deltas = [step for step in holding if step in self._deltas]
+        return next(iter(deltas if deltas or delta else holding), None)
 
     def _is_staged(self, step: int) -> bool:
         progress = self._tiers[step].get(self._near) if self._near is not None else None
@@ -129,6 +145,9 @@ class Outcomes:
         if progress.stage in TIERS:
             self._note_tier(progress)
             return
+        if progress.stage in DELTAS:
+            self._note_delta(progress)
+            return
         if progress.stage == "upload_failing":
             self._find_trouble(progress, "it is tried again, from the node's tier")
             return
@@ -164,6 +183,15 @@ class Outcomes:
             log.info("everstep: %s", text)
         elif len(self._findings) < FINDINGS_MAX:
             self._findings[text] = None
+
+    def _note_delta(self, progress: Progress) -> None:
+        """Whatever happens to a delta, no checkpoint is lost by it."""
+        if progress.stage == "merged":
+            log.info("everstep: step %d is a full now", progress.step)
+            return
+        error = _as_error(progress, EverstepError) if progress.error is not None else None
+        if error is not None and not isinstance(error, SaveAbandoned) and len(self._findings) < FINDINGS_MAX:
+            self._findings[str(error)] = None
 
     def _note_tier(self, progress: Progress) -> None:
         """A checkpoint that never gets to a tier counts as a failure; trouble on the way is told. One that the node's

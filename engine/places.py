@@ -15,7 +15,6 @@ from .backends.errors import Permanent
 from .backends.open import SUPPORTED, is_local, local_path, locate_store, open_backend
 from .errors import BadOption
 from .format.hashing import hexdigest
-from .plan.retention import Retention
 from .policy import TIER_RATE, Tier
 
 RUNTIME_BASE = Path("/var/tmp")
@@ -119,11 +118,10 @@ def with_tiers(place: Place, tiers: Sequence[Tier]) -> Place:
         node = tier.scope == "node"
         if node and any(one.node for one in found):
             raise BadOption("a node has one tier of its own", found=[one.name for one in found] + [tier.name])
-        keep = Retention(keep_last=tier.keep_last, keep_every=tier.keep_every)
         options = dict(found_at.options)
         # What frees slots has no limit unless one is asked for.
         rate = None if node and tier.rate == TIER_RATE else tier.rate
-        found.append(TierSettings(tier.name, url, keep, rate, node=node, options=options))
+        found.append(TierSettings(tier.name, url, tier.retention, rate, node=node, options=options))
     shares = tuple([tier for tier in tiers if tier.scope == "shared"])
     return replace(place, tiers=tuple(found), shares=shares)
 

@@ -11,8 +11,10 @@ from typing import Any, Literal, TypeGuard
 
 from .errors import BadOption
 from .peers.address import split_address
+from .plan.chains import DELTA_BASES, MAX_CHAIN_MAX
 from .plan.pace import parse_rate
-from .plan.schedule import AUTO, parse_duration, parse_every
+from .plan.retention import RETENTION_FIELDS, Retention
+from .plan.schedule import AUTO, Every, parse_duration, parse_every
 
 SHARED_MEMORY = Path("/dev/shm")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
@@ -131,7 +133,21 @@ class Policy:
     """When what is written and kept.
 
     ``snapshot_every`` and ``full_every`` are steps (an int) or a time ("90s", "10m", "2h"); None: never by
-    itself. ``keep_last`` newest checkpoints stay, and every one whose step ``keep_every`` divides.
+    itself.
+
+    What stays: the ``keep_last`` newest checkpoints; every one whose step ``keep_every`` divides; one in each
+    ``keep_interval`` ("6h"); the ``keep_best`` best by a metric of ``step(metrics=)`` or ``save(metrics=)`` that
+    ``best`` names, with the way that is better: ``best="min:loss"``, ``"max:accuracy"`` (where it is missing or not
+    finite, the checkpoint is none of the best; of equal ones the newer is better); the newest of each of the last
+    ``keep_incarnations`` incarnations, also of those that were given up; what is pinned (``everstep pin``); and
+    whatever these are deltas of. The rest is removed after each commit.
+
+    ``delta_every`` (steps or time) makes the flushes between fulls *deltas*: what has changed against a durable
+    checkpoint, their base, which stays as long as they need it. ``delta_base="full"``: against the newest full;
+    ``"previous"``: against the newest checkpoint that is fewer than ``max_chain`` deltas away from a full. Once
+    ``max_chain`` deltas stand on one full, the agent makes the newest of them a full by itself, in the background: so
+    chains stay short with ``full_every=None``, too. What a rank cannot store against the base (its layout has changed,
+    the base is damaged) it stores in full. ``compress="zstd"`` compresses full images as well.
 
     ``on_slow`` says what happens when a flush is due while others are unfinished: ``"skip"`` it, ``"wait"`` in
     the training loop, or ``"supersede"`` the unfinished one. ``on_failure`` says what a failed flush does:
@@ -163,8 +179,16 @@ class Policy:
 
     snapshot_every: int | str | None = 1
     full_every: int | str | None = "10m"
+    delta_every: int | str | None = None
+    delta_base: Literal["full", "previous"] = "full"
+    max_chain: int = 16
+    compress: Literal["zstd"] | None = None
     keep_last: int = 3
     keep_every: int | None = None
+    keep_interval: str | None = None
+    keep_best: int | None = None
+    best: str | None = None
+    keep_incarnations: int | None = None
     on_slow: Literal["skip", "wait", "supersede"] = "skip"
     on_failure: Literal["warn", "raise"] = "warn"
     failures_max: int | None = 5
@@ -182,10 +206,7 @@ class Policy:
     heartbeat_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
-            optional = name == "keep_every" and value is None
-            if not optional and (not _is_whole(value) or value < 1):
-                raise BadOption(f"Policy({name}=) must be a whole number, at least 1", found=repr(value))
+        _retention(self)
         if self.failures_max is not None and (not _is_whole(self.failures_max) or self.failures_max < 1):
             raise BadOption(
                 "Policy(failures_max=) must be a whole number, at least 1", found=repr(self.failures_max)
@@ -225,12 +246,49 @@ class Policy:
                     f"Policy({name}=) must be a positive, finite number of seconds", found=repr(value)
                 )
         parse_every(self.snapshot_every, "Policy(snapshot_every=)")
+        _check_deltas(self)
         _check_flushes(self)
+
+    @property
+    def retention(self) -> Retention:
+        """What stays at the root."""
+        return _retention(self)
+
+
+def _check_deltas(policy: Policy) -> None:
+    if policy.delta_base not in DELTA_BASES:
+        raise BadOption(
+            "Policy(delta_base=) is unknown", found=policy.delta_base, expected=" or ".join(DELTA_BASES)
+        )
+    if not _is_whole(policy.max_chain) or not 1 <= policy.max_chain <= MAX_CHAIN_MAX:
+        raise BadOption(
+            "Policy(max_chain=) is out of range",
+            found=repr(policy.max_chain),
+            expected=f"1 to {MAX_CHAIN_MAX}",
+        )
+    if policy.compress not in (None, "zstd"):
+        raise BadOption("Policy(compress=) is unknown", found=policy.compress, expected="'zstd' or None")
+    delta = parse_every(policy.delta_every, "Policy(delta_every=)")
+    full = None if policy.full_every == AUTO else parse_every(policy.full_every, "Policy(full_every=)")
+    if delta is not None and full is not None and not _shorter(delta, full):
+        raise BadOption(
+            "Policy(delta_every=) is no shorter than the interval between fulls",
+            found=(policy.delta_every, policy.full_every),
+            expected="deltas between fulls",
+        )
+
+
+def _shorter(one: Every, other: Every) -> bool:
+    """Whether that is so, or cannot be told: of steps and time."""
+    if one.steps is not None and other.steps is not None:
+        return one.steps < other.steps
+    return one.seconds is None or other.seconds is None or one.seconds < other.seconds
 
 
 def _check_flushes(policy: Policy) -> None:
     every = policy.full_every
     full = None if every == AUTO else parse_every(every, "Policy(full_every=)")
+    delta = parse_every(policy.delta_every, "Policy(delta_every=)")
     mtbf_s = parse_duration(policy.mtbf, "Policy(mtbf=)")
     if (every == AUTO) != (mtbf_s is not None):
         raise BadOption(
@@ -239,13 +297,14 @@ def _check_flushes(policy: Policy) -> None:
             expected='mtbf="6h", say: the mean time between failures of the whole job',
         )
     unsaved = parse_every(policy.max_unsaved, "Policy(max_unsaved=)")
-    if unsaved is None or full is None:
+    between = delta or full
+    if unsaved is None or between is None:
         return
-    if (unsaved.steps or 0) <= (full.steps or 0) and (unsaved.seconds or 0) <= (full.seconds or 0):
+    if (unsaved.steps or 0) <= (between.steps or 0) and (unsaved.seconds or 0) <= (between.seconds or 0):
         raise BadOption(
             "Policy(max_unsaved=) is no longer than the interval between flushes",
-            found=(policy.max_unsaved, every),
-            expected="time for a flush, and for one that fails, on top of full_every",
+            found=(policy.max_unsaved, policy.delta_every or every),
+            expected="time for a flush, and for one that fails, on top of it",
         )
 
 
@@ -256,14 +315,16 @@ class Tier:
     environment). The node's agent copies to it what has become durable at the root, while training goes on.
 
     ``name`` is what handles and ``everstep status`` call it (default: the URL's scheme). ``every`` says which flushes
-    go there: each n-th, the first included, or one in each interval ("1h"); an explicit ``save`` and the last snapshot
-    at ``close`` always do. ``keep_last`` and ``keep_every`` are this tier's own retention. ``rate`` limits what a node
-    sends to it: bytes per second, a share of what the way there is measured to do, "adaptive" (as fast as training does
-    not become slower), or None.
+    go there: each n-th, the first included, or one in each interval ("1h"); an explicit ``save`` and the last
+    snapshot at ``close`` always do. ``keep_last``, ``keep_every``, ``keep_interval``, ``keep_best`` with ``best``,
+    and ``keep_incarnations`` are this tier's own retention, as in ``Policy``. ``rate`` limits what a node sends to
+    it: bytes per second, a share of what the way there is measured to do, "adaptive" (as fast as training does not
+    become slower), or None.
 
-    ``scope="node"`` is a directory of each node's own (NVMe) between memory and a root that is slow, at most one, named
-    "nvme": every flush is written there first, which frees its slot, and uploaded to the root from there, also after
-    the agent died or the node was rebooted. Its retention removes nothing newer than the newest checkpoint at the root.
+    ``scope="node"`` is a directory of each node's own (NVMe) between memory and a root that is slow, at most one,
+    named "nvme": every flush is written there first, which frees its slot, and uploaded to the root from there, also
+    after the agent died or the node was rebooted. Its retention (``keep_last``, ``keep_every``) removes nothing newer
+    than the newest checkpoint at the root.
     """
 
     url: str | os.PathLike[str]
@@ -271,6 +332,10 @@ class Tier:
     every: int | str = 1
     keep_last: int = 3
     keep_every: int | None = None
+    keep_interval: str | None = None
+    keep_best: int | None = None
+    best: str | None = None
+    keep_incarnations: int | None = None
     rate: float | str | None = TIER_RATE
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     scope: Literal["shared", "node"] = "shared"
@@ -298,15 +363,34 @@ class Tier:
             raise BadOption(
                 "Tier(every=) cannot be used", found=None, expected="a number of flushes, or a time"
             )
-        for what, value in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
-            optional = what == "keep_every" and value is None
-            if not optional and (not _is_whole(value) or value < 1):
-                raise BadOption(f"Tier({what}=) must be a whole number, at least 1", found=repr(value))
+        kept = _retention(self)
+        if self.scope == "node" and kept != Retention(kept.keep_last, kept.keep_every):
+            raise BadOption(
+                'Tier(scope="node") keeps the last ones, and every n-th',
+                found=repr(kept),
+                expected="keep_last= and keep_every=; the others are for the root and for further tiers",
+            )
         parse_rate(self.rate, "Tier(rate=)")
         if not isinstance(self.storage_options, Mapping):
             raise BadOption(
                 "Tier(storage_options=) must be a mapping", found=type(self.storage_options).__name__
             )
+
+    @property
+    def retention(self) -> Retention:
+        """What stays there."""
+        return _retention(self)
+
+
+def _retention(owner: Policy | Tier) -> Retention:
+    """Raises BadOption, naming the option."""
+    try:
+        return Retention(**{name: getattr(owner, name) for name in RETENTION_FIELDS})
+    except BadOption as error:
+        option = f"{type(owner).__name__}({error.fields['option']}=)"
+        raise BadOption(
+            f"{option} cannot be used", found=error.found, expected=error.expected, option=option
+        ) from None
 
 
 def _is_whole(value: object) -> TypeGuard[int]:

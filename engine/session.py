@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import platform
 import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Literal
 
 from .agent.client import AgentClient, Progress
@@ -16,6 +14,7 @@ from .agent.values import AgentSettings, Hello, storage_environment
 from .auditing import Auditor
 from .config import plain_metrics
 from .decisions import Decisions
+from .describing import describe
 from .errors import (
     AgentError,
     BadOption,
@@ -36,7 +35,8 @@ from .memory.slots import Pinned
 from .memorytier import Key, MemoryTier
 from .outcomes import FINISHED, Outcomes
 from .places import Place
-from .plan.retention import Retention
+from .plan.chains import DELTA, Chains
+from .plan.schedule import Decision
 from .policy import Policy
 from .ranks import Ranks
 from .snapshot.copier import Plan
@@ -44,7 +44,6 @@ from .snapshot.device import DeviceSlot
 from .snapshots import Snapshots, Taken
 from .state.trainstate import TrainState
 from .state.tree import FlatState
-from .store.flush import write_meta
 
 log = logging.getLogger("everstep")
 
@@ -73,9 +72,10 @@ class Session:
         nodes: Sequence[str],
         holders: Sequence[Sequence[int]],
         device: DeviceSlot | None = None,
+        chains: Chains | None = None,
     ) -> None:
         """``nodes`` of all ranks, and by node those that keep its snapshots (:class:`~.plan.owners.Owners`).
-        ``device``: room for a snapshot beside the tensors."""
+        ``device``: room for a snapshot beside the tensors. ``chains``: of the checkpoints that are durable already."""
         self._memory = memory
         self._ranks = ranks
         self._policy = policy
@@ -90,22 +90,18 @@ class Session:
         self.outcomes = Outcomes(policy, record.number, adopted[1] if adopted else None, place.near)
         self._urls = {tier.name: tier.url for tier in place.tiers}
         self._shared = [tier.name for tier in place.shares]
-        shares, room = place.shares, self._unfinished_max
-        self._decisions = Decisions(
-            ranks, policy, start=start, unfinished_max=room, incarnation=record.number, tiers=shares
-        )
+        self._decisions = self._scheduled(place, start, chains)
+        send = self._send_pending
         self._snapshots = Snapshots(
-            tier,
-            ranks,
-            overlap=overlap,
-            settled=self._send_pending,
-            nodes=nodes,
-            holders=holders,
-            device=device,
+            tier, ranks, overlap=overlap, settled=send, nodes=nodes, holders=holders, device=device
         )
         self._auditor = Auditor(ranks.rank, ranks.world, policy, max(map(len, holders), default=0))
         self._pending: Taken | None = None
         self._pending_tiers: list[str] = []
+        self._pending_as: Decision | None = None
+        """What that flush is to be; None: a full."""
+        self._delta: int | None = None
+        """The last step that was asked for as a delta."""
         self._pins: dict[int, Pinned] = {}
         """Slots whose flush was asked for: the agent pins a slot only when it comes to the request, and a new one
         has to find what a killed one was writing."""
@@ -153,17 +149,20 @@ class Session:
         self.hear(alone=self._ranks.world == 1)
         self._check_order(step, again=False)
         decision = self._decisions.of(
-            step, lambda: len(self.outcomes.holding()), trouble=self.outcomes.trouble
+            step,
+            lambda: len(self.outcomes.holding()),
+            trouble=self.outcomes.trouble,
+            deltas=self.outcomes.holding_deltas,
         )
         if decision.trouble:
             self._decisions.told(step)
             self.outcomes.escalate(decision.trouble, decision.fatal)
         if decision.supersede or decision.wait:
-            self._make_way(step, give_up=decision.supersede)
+            self._make_way(decision)
         if decision.flush or (decision.snapshot and self._memory):
             self._snapshot(step, state, metrics, late=True, flush=decision.flush)
         self._passed(step)
-        return self._flush(step, decision.tiers) if decision.flush else None
+        return self._flush(step, decision.tiers, decision) if decision.flush else None
 
     def save(self, step: int, state: TrainState, metrics: Mapping[str, Any] | None) -> SaveHandle:
         """A full checkpoint of ``step``, whatever the schedule says; of the snapshot that is there, if it is of
@@ -177,7 +176,7 @@ class Session:
         self._last_step = step
         self._heartbeat.stepped(step)
         self._settle()  # the agent is to begin now, whether or not another call follows soon
-        return self._flush(step, self._shared)
+        return self._flush(step, self._shared, full=True)
 
     def _is_refused(self, step: int) -> bool:
         """Whether the snapshot of ``step`` was refused for its bytes; it is gone then, to be taken anew."""
@@ -348,12 +347,13 @@ class Session:
         self._heartbeat.stepped(step)
         self._decisions.passed(step)
 
-    def _make_way(self, step: int, *, give_up: bool) -> None:
+    def _make_way(self, decision: Decision) -> None:
         """Before a flush for which there is no room: wait until there is, or give up the oldest unfinished one."""
         self._settle()
-        holding = self.outcomes.holding()
-        if give_up and holding:
-            self._client.give_up(holding[0], f"superseded by the flush of step {step}")
+        give_up = decision.supersede
+        oldest = self.outcomes.to_give_up(delta=decision.kind == DELTA)
+        if give_up and oldest is not None:
+            self._client.give_up(oldest, f"superseded by the flush of step {decision.step}")
         while not give_up and len(holding := self.outcomes.holding()) >= self._unfinished_max:
             self.outcomes.wait_for_room(holding[0], self._policy.close_timeout_s, self._look)
 
@@ -393,15 +393,24 @@ class Session:
         self._tell_taken()
         self._tier.drop_outgrown()
 
-    def _flush(self, step: int, tiers: Collection[str]) -> SaveHandle:
-        """``tiers``: names of those that it is to reach; more may be asked for later."""
+    def _flush(
+        self, step: int, tiers: Collection[str], decision: Decision | None = None, *, full: bool = False
+    ) -> SaveHandle:
+        """``tiers``: names of those that it is to reach; more may be asked for later. In full, unless ``decision`` says
+        otherwise, or it was asked for as a delta; ``full``: then it is made a full."""
         newest = self._snapshots.newest
         assert newest is not None and newest.step == step, "only the newest snapshot is flushed"
         urls = [self._urls[name] for name in tiers]
         known = self.outcomes.asked(step)
         if not known:
-            self.outcomes.expect(step, self._client.next_attempt(step), urls)
-        if not known or self.outcomes.owe(step, urls):
+            delta = decision is not None and decision.kind == DELTA
+            self._delta = step if delta else self._delta
+            self.outcomes.expect(step, self._client.next_attempt(step), urls, delta=delta)
+            self._pending_as = decision
+        again = known and full and step == self._delta
+        if again:
+            self._pending_as, self._delta = Decision(step, True, True, merge=True), None
+        if not known or self.outcomes.owe(step, urls) or again:
             self._pending, self._pending_tiers = newest, list(tiers)
             self._send_pending()
         return SaveHandle(step, self)
@@ -421,13 +430,16 @@ class Session:
         elif taken.whole:
             self._pending = None
             self._pins[taken.step] = self._tier.arena.pin(taken.slot, taken.generation, purpose=Purpose.FLUSH)
+            wish, self._pending_as = self._pending_as or Decision(taken.step, True, True), None
             with self._bearing_its_loss():
                 self._client.flush(
                     taken.step,
                     slot=taken.slot,
                     generation=taken.generation,
-                    kind="full",
+                    kind=wish.kind,
                     tiers=self._pending_tiers,
+                    base=wish.base,
+                    merge=wish.merge,
                 )
 
     def _tell_taken(self) -> None:
@@ -500,6 +512,7 @@ class Session:
     def _note(self, progress: Progress) -> None:
         if progress.stage != "equal" or self._ranks.rank == 0:
             self.outcomes.note(progress)
+        self._decisions.heard(progress)
         if progress.incarnation == self._record.number:
             self._auditor.note(progress)
         if progress.stage == "failed":
@@ -509,6 +522,17 @@ class Session:
             pin = self._pins.pop(progress.step, None)
             if pin is not None:
                 pin.release()
+
+    def _scheduled(self, place: Place, start: int, chains: Chains | None) -> Decisions:
+        return Decisions(
+            self._ranks,
+            self._policy,
+            start=start,
+            unfinished_max=self._unfinished_max,
+            incarnation=self._record.number,
+            tiers=place.shares,
+            chains=chains,
+        )
 
     def _connect(
         self,
@@ -540,12 +564,14 @@ def agent_settings(place: Place, policy: Policy, run_id: str, chunk_bytes: int) 
         node=place.node,
         runtime_dir=place.agent_dir(run_id),
         rate_bytes_per_s=policy.rate_bytes_per_s,
-        retention=Retention(keep_last=policy.keep_last, keep_every=policy.keep_every),
+        retention=policy.retention,
         linger_s=policy.linger_s,
         heartbeat_s=policy.heartbeat_s,
         heartbeat_timeout_s=policy.heartbeat_timeout_s or 4 * policy.heartbeat_s,
         commit_timeout_s=policy.commit_timeout_s,
         chunk_bytes=chunk_bytes,
+        deltas=policy.delta_every is not None,
+        compress=policy.compress,
         options=place.options,
         environment=storage_environment(place.url, *[tier.url for tier in place.tiers]),
         tiers=place.tiers,
@@ -557,44 +583,3 @@ def adopted_of(record: IncarnationRecord) -> Key | None:
     if record.adopted_incarnation is None or record.adopted_step is None:
         return None
     return record.adopted_incarnation, record.adopted_step
-
-
-def describe(
-    state: TrainState,
-    record: IncarnationRecord,
-    rank: int,
-    metrics: dict[str, Any],
-    compared: Mapping[str, Any] = MappingProxyType({}),
-) -> bytes:
-    """A snapshot's meta region: what the manifest gathers from the rank. ``compared``: what its vote says of equality
-    (see :mod:`.auditing`)."""
-    meta: dict[str, Any] = {
-        "mesh": record.mesh,
-        "coordinates": _coordinates(record.mesh, rank),
-        "parts": {},
-        "data": None,
-        "rng": [],
-        "metrics": metrics,
-        "config_hash": record.config_hash,
-        "libraries": _libraries(),
-        "facts": {},
-    }
-    meta.update(state.describe())
-    meta.update(compared)
-    return write_meta(meta)
-
-
-def _coordinates(mesh: dict[str, int], rank: int) -> dict[str, int]:
-    """The rank's place in a row-major mesh."""
-    found: dict[str, int] = {}
-    for name, size in reversed(mesh.items()):
-        rank, found[name] = divmod(rank, size)
-    return dict(reversed(found.items()))
-
-
-def _libraries() -> dict[str, str]:
-    import torch
-
-    from . import __version__
-
-    return {"everstep": __version__, "torch": str(torch.__version__), "python": platform.python_version()}

@@ -134,21 +134,29 @@ class AgentClient:
     # -- flushes
 
     def flush(
-        self, step: int, *, slot: int, generation: int, kind: str = "full", tiers: Sequence[str] = ()
+        self,
+        step: int,
+        *,
+        slot: int,
+        generation: int,
+        kind: str = "full",
+        tiers: Sequence[str] = (),
+        base: tuple[int, int] | None = None,
+        merge: bool = False,
     ) -> None:
         """Ask for the snapshot in ``slot`` to be made durable as ``step``, and then on ``tiers``, by name. Asking again
-        before there is a verdict adds tiers, and does nothing else; after a failure it opens the next attempt. Does
-        not wait."""
+        before there is a verdict adds tiers, or the wish to merge, and does nothing else; after a failure it opens the
+        next attempt. A delta stands on ``base``; ``merge``: it is to be made a full then. Does not wait."""
         self._check_process()
         if step in self._wanted:
             self._pump()
         if step in self._wanted:
-            self._want_more(self._wanted[step], tiers)
+            self._want_more(self._wanted[step], tiers, merge=merge)
             return
         attempt = self.next_attempt(step)
         _remember(self._attempts, step, attempt)
         self._verdicts.pop(step, None)
-        request = FlushRequest(step, slot, generation, kind, attempt, list(tiers))
+        request = FlushRequest(step, slot, generation, kind, attempt, list(tiers), base, merge)
         self._wanted[step] = _Wanted(request, time.monotonic())
         self._pump()  # only now: another rank may have had this very attempt given up already
         if step not in self._wanted:
@@ -159,10 +167,12 @@ class AgentClient:
         else:
             self._link.send(request)
 
-    def _want_more(self, wanted: _Wanted, tiers: Sequence[str]) -> None:
-        more = [tier for tier in tiers if tier not in wanted.request.tiers]
-        if more:
-            wanted.request = msgspec.structs.replace(wanted.request, tiers=[*wanted.request.tiers, *more])
+    def _want_more(self, wanted: _Wanted, tiers: Sequence[str], *, merge: bool) -> None:
+        request = wanted.request
+        more = [tier for tier in tiers if tier not in request.tiers]
+        if more or (merge and not request.merge):
+            all_tiers, merge = [*request.tiers, *more], merge or request.merge
+            wanted.request = msgspec.structs.replace(request, tiers=all_tiers, merge=merge)
             self._link.send(wanted.request)
 
     def next_attempt(self, step: int) -> int:

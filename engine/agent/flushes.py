@@ -65,6 +65,11 @@ class Flush:
     def key(self) -> tuple[int, int]:
         return self.incarnation, self.step
 
+    @property
+    def is_delta(self) -> bool:
+        """Whether it was asked for as a delta."""
+        return any(job.entry.base is not None for job in self.jobs.values())
+
     def unwritten(self) -> list[int]:
         return [rank for rank, job in self.jobs.items() if job.entry.stage != VOTED]
 

@@ -1,16 +1,16 @@
 """What the agent has promised and not yet done, in LMDB, so that the next agent goes on after a kill -9.
 
 Entries are jobs (a rank's flush of a step that was acknowledged), mirrors (checkpoints that are owed to a further
-tier), uploads (how far each of them has come) and members (trainers that registered and neither said goodbye nor were
-seen off). Calls may wait for the disk: they are made from one
-helper thread, never from the agent's loop. Only the holder of the agent's lock opens it.
+tier), merges (deltas that are to be made fulls), uploads (how far each of them has come) and members (trainers that
+registered and neither said goodbye nor were seen off). Calls may wait for the disk: they are made from one helper
+thread, never from the agent's loop. Only the holder of the agent's lock opens it.
 """
 
 from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ import msgspec
 from everstep.errors import AgentError
 from everstep.format.hashing import hexdigest
 
-VERSION = 2
+VERSION = 3
 MAP_BYTES = 64 << 20
 """Bound of the journal; an entry has a few hundred bytes, notes of an upload some hundred kilobytes at most, and all
 are bounded in number."""
@@ -56,6 +56,10 @@ class JobEntry:
     root: bytes = b""
     tiers: tuple[str, ...] = ()
     """Names of the tiers that the checkpoint is owed to, once it is one."""
+    base: tuple[int, int] | None = None
+    """(incarnation, step) that a delta stands on."""
+    merge: bool = False
+    """Whether it is to be made a full, once it is durable."""
 
     @property
     def key(self) -> bytes:
@@ -77,12 +81,14 @@ class MirrorEntry:
     step: int
     attempt: int
     ranks: tuple[int, ...]
+    base: tuple[int, int] | None = None
+    """(incarnation, step) that a delta stands on."""
 
     @property
     def key(self) -> bytes:
         return _KEY.pack(self.incarnation, self.step, 0) + hexdigest(self.tier.encode()).encode()
 
-    def joined(self, ranks: Sequence[int]) -> MirrorEntry:
+    def joined(self, ranks: Iterable[int]) -> MirrorEntry:
         """The same mirror, with ``ranks`` seen to as well."""
         return replace(self, ranks=tuple(sorted({*self.ranks, *ranks})))
 
@@ -92,7 +98,30 @@ class MirrorEntry:
         return self.key
 
 
-Uploading = JobEntry | MirrorEntry
+@dataclass(frozen=True)
+class MergeEntry:
+    """A delta checkpoint that is to be made a full, by ``attempt``; this node sees to ``ranks``. Then it goes to
+    ``tiers`` as one."""
+
+    run_id: str
+    incarnation: int
+    step: int
+    attempt: int
+    world: int
+    ranks: tuple[int, ...]
+    tiers: tuple[str, ...]
+
+    @property
+    def key(self) -> bytes:
+        return _KEY.pack(self.incarnation, self.step, 0)
+
+    @property
+    def uploads(self) -> bytes:
+        """How the keys of the notes on its uploads begin: as if it were a tier with a name that none has."""
+        return self.key + hexdigest(b"\0merge").encode()
+
+
+Uploading = JobEntry | MirrorEntry | MergeEntry
 """What uploads belong to; their notes go with it."""
 
 
@@ -146,9 +175,13 @@ class Journal(Protocol):
     def jobs(self) -> list[JobEntry]: ...
     def members(self) -> list[MemberEntry]: ...
     def put_job(self, entry: JobEntry) -> None: ...
-    def drop_jobs(self, entries: list[JobEntry], owed: Sequence[MirrorEntry] = ()) -> None: ...
+    def drop_jobs(
+        self, entries: list[JobEntry], owed: Sequence[MirrorEntry] = (), merge: MergeEntry | None = None
+    ) -> None: ...
     def mirrors(self) -> list[MirrorEntry]: ...
     def drop_mirror(self, entry: MirrorEntry) -> None: ...
+    def merges(self) -> list[MergeEntry]: ...
+    def drop_merge(self, entry: MergeEntry, owed: Sequence[MirrorEntry] = ()) -> None: ...
     def upload(self, entry: Uploading, name: str) -> bytes | None: ...
     def put_upload(self, entry: Uploading, name: str, data: bytes) -> None: ...
     def put_member(self, entry: MemberEntry) -> None: ...
@@ -171,11 +204,17 @@ class NoJournal:
         return []
 
     def put_job(self, entry: JobEntry) -> None: ...
-    def drop_jobs(self, entries: list[JobEntry], owed: Sequence[MirrorEntry] = ()) -> None: ...
+    def drop_jobs(
+        self, entries: list[JobEntry], owed: Sequence[MirrorEntry] = (), merge: MergeEntry | None = None
+    ) -> None: ...
     def mirrors(self) -> list[MirrorEntry]:
         return []
 
     def drop_mirror(self, entry: MirrorEntry) -> None: ...
+    def merges(self) -> list[MergeEntry]:
+        return []
+
+    def drop_merge(self, entry: MergeEntry, owed: Sequence[MirrorEntry] = ()) -> None: ...
     def upload(self, entry: Uploading, name: str) -> bytes | None:
         return None
 
@@ -207,13 +246,14 @@ class LmdbJournal:
         path.mkdir(mode=0o700, exist_ok=True)
         # No lock file of LMDB's own: the agent's lock admits one process, and a killed reader leaves
         # nothing stale.
-        self._env = lmdb.open(str(path), map_size=MAP_BYTES, max_dbs=5, lock=False, mode=0o600)
+        self._env = lmdb.open(str(path), map_size=MAP_BYTES, max_dbs=6, lock=False, mode=0o600)
         try:
             self._meta = self._env.open_db(b"meta")
             self._jobs = self._env.open_db(b"jobs")
             self._members = self._env.open_db(b"members")
             self._mirrors = self._env.open_db(b"mirrors")
             self._uploads = self._env.open_db(b"uploads")
+            self._merges = self._env.open_db(b"merges")
             with self._env.begin(write=True, db=self._meta) as txn:
                 known = msgspec.msgpack.decode(txn.get(b"state", _encode({"v": VERSION, "epoch": 0})))
                 if known["v"] != VERSION:
@@ -223,6 +263,7 @@ class LmdbJournal:
             self.jobs()
             self.members()
             self.mirrors()
+            self.merges()
             self.guard()
         except BaseException:
             self._env.close()
@@ -241,19 +282,26 @@ class LmdbJournal:
     def put_job(self, entry: JobEntry) -> None:
         self._put(self._jobs, entry.key, entry)
 
-    def drop_jobs(self, entries: list[JobEntry], owed: Sequence[MirrorEntry] = ()) -> None:
+    def drop_jobs(
+        self, entries: list[JobEntry], owed: Sequence[MirrorEntry] = (), merge: MergeEntry | None = None
+    ) -> None:
         """Forget these; one that was replaced by a later attempt meanwhile stays. With them is remembered what is
-        ``owed`` from now on: no crash comes between."""
+        ``owed``, and what is to be merged, from now on: no crash comes between."""
         with self._env.begin(write=True, db=self._jobs) as txn:
             for entry in entries:
                 value = txn.get(entry.key)
                 if value is not None and _decode(value)["attempt"] <= entry.attempt:
                     txn.delete(entry.key)
                     self._drop_uploads(txn, entry)
-            for mirror in owed:
-                known = txn.get(mirror.key, db=self._mirrors)
-                former = () if known is None else msgspec.convert(_decode(known), MirrorEntry).ranks
-                txn.put(mirror.key, _encode(mirror.joined(former)), db=self._mirrors)
+            self._put_owed(txn, owed)
+            if merge is not None:
+                txn.put(merge.key, _encode(merge), db=self._merges)
+
+    def _put_owed(self, txn: Any, owed: Sequence[MirrorEntry]) -> None:
+        for mirror in owed:
+            known = txn.get(mirror.key, db=self._mirrors)
+            former = () if known is None else msgspec.convert(_decode(known), MirrorEntry).ranks
+            txn.put(mirror.key, _encode(mirror.joined(former)), db=self._mirrors)
 
     def mirrors(self) -> list[MirrorEntry]:
         """By incarnation and step."""
@@ -261,10 +309,24 @@ class LmdbJournal:
             return [msgspec.convert(_decode(value), MirrorEntry) for _, value in txn.cursor()]
 
     def drop_mirror(self, entry: MirrorEntry) -> None:
-        """It is there, or will not be; so are its uploads."""
+        """It is there, or will not be; so are its uploads. A later attempt that is owed meanwhile stays."""
         with self._env.begin(write=True, db=self._mirrors) as txn:
+            value = txn.get(entry.key)
+            if value is not None and _decode(value)["attempt"] <= entry.attempt:
+                txn.delete(entry.key)
+                self._drop_uploads(txn, entry)
+
+    def merges(self) -> list[MergeEntry]:
+        """By incarnation and step."""
+        with self._env.begin(db=self._merges) as txn:
+            return [msgspec.convert(_decode(value), MergeEntry) for _, value in txn.cursor()]
+
+    def drop_merge(self, entry: MergeEntry, owed: Sequence[MirrorEntry] = ()) -> None:
+        """It is over; what is ``owed`` from now on is remembered with that."""
+        with self._env.begin(write=True, db=self._merges) as txn:
             txn.delete(entry.key)
             self._drop_uploads(txn, entry)
+            self._put_owed(txn, owed)
 
     def _drop_uploads(self, txn: Any, entry: Uploading) -> None:
         cursor = txn.cursor(db=self._uploads)

@@ -2,8 +2,10 @@
 
 Each tier has a *line* of its own: what is owed to it, in the order of commits. A line sees one checkpoint through at a
 time: this node's ranks, then, once all ranks' votes are there, the manifest; it tries as long as it takes. When more
-than ``WAITING_MAX`` wait behind it, the oldest of these is dropped, by an abort record at the tier where the tier can
-hold one, so that all nodes drop the same; the newest never is. Everything here runs on the agent's loop.
+than ``WAITING_MAX`` wait behind it, the oldest of these is dropped, a delta before a full, by an abort record at the
+tier where the tier can hold one, so that all nodes drop the same; the newest never is, nor what another one stands on.
+A delta goes behind what it stands on: of that a line sees through first what the tier does not have. Everything here
+runs on the agent's loop.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from everstep.backends.errors import BackendError
 from everstep.backends.points import reach
 from everstep.errors import EverstepError, Pruned, SaveAbandoned
 from everstep.format import names
-from everstep.format.manifest import Manifest
+from everstep.format.manifest import Abort, Manifest
 from everstep.format.records import RunRecord
-from everstep.store.catalog import read_decision_at
+from everstep.store.bases import CHAIN_MAX
+from everstep.store.catalog import list_step, read_decision, require_standing
 from everstep.store.commit import tidy
-from everstep.store.mirror import conclude, copy_records, give_up, mirror_rank, missing_ranks
+from everstep.store.mirror import conclude, copy_records, give_up, mirror_rank, missing_ranks, standing
 from everstep.store.rotate import RotationReport
 
 from .journal import MirrorEntry
@@ -186,18 +189,29 @@ class Line:
         for entry in entries:
             self._add(entry)
         while len(self._waiting) > WAITING_MAX + (self._now is None):
-            self._drop(self._waiting.popleft())
+            spare = self._spare()
+            if spare is None:
+                break
+            self._waiting.remove(spare)
+            self._drop(spare)
         self._wake.set()
+
+    def _spare(self) -> MirrorEntry | None:
+        """What goes first where too many wait: the oldest on which no other one stands, a delta if there is one."""
+        needed = {entry.base for entry in self._waiting}
+        free = [e for e in list(self._waiting)[:-1] if (e.incarnation, e.step) not in needed]
+        return next((entry for entry in free if entry.base is not None), next(iter(free), None))
 
     def _add(self, entry: MirrorEntry) -> None:
         """After a restart the journal and each of the trainers may name the same one."""
-        if self._now is not None and self._now.key == entry.key:
+        if self._now is not None and self._now.key == entry.key and self._now.attempt >= entry.attempt:
             self._now = self._now.joined(entry.ranks)
             self._more.set()
             return
         for at, known in enumerate(self._waiting):
             if known.key == entry.key:
-                self._waiting[at] = known.joined(entry.ranks)
+                newer = max(known, entry, key=lambda one: one.attempt)
+                self._waiting[at] = newer.joined({*known.ranks, *entry.ranks})
                 return
         self._waiting.append(entry)
 
@@ -246,21 +260,22 @@ class Line:
             try:
                 decision = await self._mirror(entry)
                 break
-            except Pruned as error:
+            except (Pruned, SaveAbandoned) as error:
                 await self._end(entry, began, "mirror_dropped", error)
                 return
             except Exception as error:
                 if not isinstance(error, (BackendError, EverstepError, OSError)):
                     log.error("step %d: mirroring failed unexpectedly", entry.step, exc_info=error)
                 self._fail(entry, began, error)
-            if len(self._waiting) >= WAITING_MAX:  # newer ones are there: this one has had its time
+            needed = any(other.base == (entry.incarnation, entry.step) for other in self._waiting)
+            if len(self._waiting) >= WAITING_MAX and not needed:  # newer ones are there: it has had its time
                 self._drop(entry)
                 return
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, PAUSE_MAX_S)
         self._failures, self._error = 0, None
         if isinstance(decision, Manifest):
-            await tidy(self._backend, names.attempt_dir(entry.step, entry.incarnation, entry.attempt))
+            await tidy(self._backend, names.attempt_dir(entry.step, entry.incarnation, decision.attempt))
             self._newest = max(
                 self._newest or (0, 0), (entry.incarnation, entry.step), key=lambda key: key[1]
             )
@@ -272,14 +287,40 @@ class Line:
             await self._end(entry, began, "mirror_dropped", self._dropped(entry, why))
 
     async def _mirror(self, entry: MirrorEntry) -> object:
-        """The decision at the tier. Pruned: the root has the checkpoint no more."""
-        place = entry.step, entry.incarnation, entry.attempt
-        manifest = await patiently(lambda: read_decision_at(self._root, *place))
-        if not isinstance(manifest, Manifest):
-            raise Pruned(
-                f"step {entry.step} is not mirrored: the root does not have it any more", step=entry.step
-            )
+        """The decision at the tier, once what the checkpoint stands on is there. Pruned: the root has it no more;
+        SaveAbandoned: it was given up at the tier, or what it stands on was."""
         await patiently(lambda: copy_records(self._root, self._backend))
+        decision: object = None
+        for last in (False, True):
+            try:
+                for manifest in await patiently(lambda: self._chain(entry)):
+                    decision = await self._one(entry, manifest)
+                break
+            except Pruned:  # a delta that was made a full meanwhile is another attempt now
+                if last:
+                    raise
+        return decision
+
+    async def _chain(self, entry: MirrorEntry) -> list[Manifest]:
+        """The checkpoint, behind those below it that the tier lacks, the lowest first; as they stand at the root."""
+        found = [await require_standing(self._root, entry.step, entry.incarnation)]
+        while (below := found[-1].parent_key) is not None and len(found) <= CHAIN_MAX:
+            incarnation, step = below
+            base = await require_standing(self._root, step, incarnation)
+            stood = await standing(self._backend, base)
+            if isinstance(stood, Manifest):
+                break
+            if isinstance(stood, Abort):
+                there = await read_decision(self._backend, await list_step(self._backend, step, incarnation))
+                if isinstance(there, Manifest):  # as it was before it was made a full
+                    break
+                why = f"step {step}, which it stands on, was given up there: {stood.reason}"
+                raise self._dropped(entry, why)
+            found.append(base)
+        return found[::-1]
+
+    async def _one(self, entry: MirrorEntry, manifest: Manifest) -> object:
+        """The decision at the tier on one checkpoint."""
         seen: set[int] = set()
         missing: list[int] = []
         since, pause = time.monotonic(), POLL_FIRST_S
@@ -297,7 +338,7 @@ class Line:
             if found != missing:
                 missing, since, pause = found, time.monotonic(), POLL_FIRST_S
             elif time.monotonic() - since > self._owner.patience_s:
-                log.warning("step %d: mirroring ranks %s of other nodes, too", entry.step, found)
+                log.warning("step %d: mirroring ranks %s of other nodes, too", manifest.step, found)
                 await self._ranks(entry, manifest, found)
                 since = time.monotonic()
             await happened(self._more, pause)
@@ -326,13 +367,11 @@ class Line:
 
     async def _give_up(self, entry: MirrorEntry) -> None:
         why = f"newer checkpoints came before {self.tier.name} had it"
-        place = entry.step, entry.incarnation, entry.attempt
         decision: object = None
         with contextlib.suppress(BackendError, EverstepError):
-            manifest = await read_decision_at(self._root, *place)
-            if isinstance(manifest, Manifest):
-                await copy_records(self._root, self._backend)  # no abort record without its run
-                decision = await give_up(self._backend, manifest, why)
+            manifest = await require_standing(self._root, entry.step, entry.incarnation)
+            await copy_records(self._root, self._backend)  # no abort record without its run
+            decision = await give_up(self._backend, manifest, why)
         if isinstance(decision, Manifest):
             await self._end(entry, time.monotonic(), "mirrored", None)
         else:

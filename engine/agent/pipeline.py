@@ -14,7 +14,7 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -22,22 +22,24 @@ from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError
 from everstep.backends.points import reach
 from everstep.errors import AgentError, EverstepError, SaveFailed, StorageFull
-from everstep.format import names
 from everstep.format.manifest import Abort, Decision, Manifest
 from everstep.format.records import RunRecord
 from everstep.format.vote import Vote
 from everstep.memory.slots import Pinned
 from everstep.store.catalog import Standing, look_at, read_decision_at
-from everstep.store.commit import abort_attempt, next_attempt, try_commit
+from everstep.store.commit import abort_attempt, try_commit
 from everstep.store.flush import FlushJob, flush_rank
+from everstep.store.sources import DurableSource
 
+from .attempts import open_attempt, sweep, what_stands
+from .basing import base_of, is_based
 from .flushes import Flush, Job, KnownLayouts, Owner, checked, gather, logged, unpin
 from .journal import QUEUED, STAGED, VOTED, JobEntry
 from .staging import Staging
 from .storage import Fence, in_our_words, patiently
 from .uploads import Uploads, is_the_roots, pause_after
 from .values import Progress
-from .verdict import GIVEN_UP, error_of, findings, given_up, ranks_missing, stage_of, superseded
+from .verdict import error_of, findings, given_up, ranks_missing, stage_of, superseded
 from .waiting import happened
 
 log = logging.getLogger("everstep.agent")
@@ -57,8 +59,8 @@ ATTEMPTS_MAX = 1000
 
 
 class Pipeline:
-    """``staging`` is the node's own tier, where it has one. It, commit time-outs and the backend may be changed at
-    any time. ``_at_work`` is what is written and uploaded just now."""
+    """``staging`` is the node's own tier, where it has one. It, ``compress``, commit time-outs and the backend may be
+    changed at any time. ``_at_work`` is what is written and uploaded just now."""
 
     def __init__(
         self, owner: Owner, run: RunRecord, backend: Backend, *, queue_max: int, commit_timeout_s: float
@@ -66,6 +68,7 @@ class Pipeline:
         self.backend = backend
         self.staging: Staging | None = None
         self.commit_timeout_s = commit_timeout_s
+        self.compress: str | None = None
         self._owner = owner
         self._run = run
         self._queue_max = queue_max
@@ -105,7 +108,7 @@ class Pipeline:
         if flush is None:
             return
         if entry.rank in flush.jobs:
-            await self._add_tiers(flush.jobs[entry.rank], entry.tiers)
+            await self._add_wishes(flush.jobs[entry.rank], entry)
             self._say(flush, "queued", rank=entry.rank)
             return
         job = flush.jobs[entry.rank] = Job(entry, pin)  # the flush's end lets go of its pin and its entry
@@ -130,10 +133,11 @@ class Pipeline:
         if job.entry.stage == STAGED:
             self._staged(flush, job)
 
-    async def _add_tiers(self, job: Job, tiers: Sequence[str]) -> None:
-        more = tuple([tier for tier in tiers if tier not in job.entry.tiers])
-        if more:
-            job.entry = replace(job.entry, tiers=job.entry.tiers + more)
+    async def _add_wishes(self, job: Job, asked: JobEntry) -> None:
+        more = tuple([tier for tier in asked.tiers if tier not in job.entry.tiers])
+        if more or (asked.merge and not job.entry.merge):
+            merge = job.entry.merge or asked.merge
+            job.entry = replace(job.entry, tiers=job.entry.tiers + more, merge=merge)
             await self._owner.remember(job.entry)
 
     def give_up(self, incarnation: int, step: int, attempt: int, reason: str, world: int) -> None:
@@ -210,7 +214,9 @@ class Pipeline:
             elif entry.attempt > flush.attempt:
                 self._end(flush, *given_up(entry.step, "asked for again", self.backend.url))
             else:
-                decision = await patiently(lambda: self._stands(entry.incarnation, entry.step, entry.attempt))
+                decision = await patiently(
+                    lambda: what_stands(self.backend, entry.incarnation, entry.step, entry.attempt)
+                )
                 error = None if isinstance(decision, Manifest) else error_of(decision, self.backend.url)
                 told = Flush(entry.incarnation, entry.step, entry.attempt, entry.world)
                 self._say(told, "committed" if error is None else stage_of(error), error=error)
@@ -265,7 +271,8 @@ class Pipeline:
         entry, pinned = job.entry, job.pinned
         reach("agent.begun", str(entry.step))
         work = FlushJob(entry.step, entry.incarnation, entry.attempt, entry.rank, entry.world)
-        if self.staging is not None and await self._stage(flush, job, self.staging, work):
+        base = await self._base(entry)
+        if self.staging is not None and await self._stage(flush, job, self.staging, work, base):
             return
         if not await self._is_open(flush):
             return
@@ -278,16 +285,37 @@ class Pipeline:
                 run=self._run,
                 layouts=self._layouts.known() if self.backend.capabilities.flat else None,
                 notes=functools.partial(self._owner.notes, entry),
+                base=base,
+                compress=self.compress,
             )
         )
+        self._compare(flush, entry, vote)
         reach("agent.voted", str(entry.step))
         await self._voted(flush, job, vote)
 
-    async def _stage(self, flush: Flush, job: Job, staging: Staging, work: FlushJob) -> bool:
+    async def _base(self, entry: JobEntry) -> DurableSource | None:
+        near = self.staging.backend if self.staging is not None else None
+        if entry.base is None:
+            return None
+        return await base_of(entry.base, entry.rank, self.backend, near, self._run)
+
+    def _compare(self, flush: Flush, entry: JobEntry, vote: Vote) -> None:
+        """Tell of a share that was to be a delta and is none: the next flush had better be a full."""
+        if entry.base is not None and not is_based(vote):
+            self._say(flush, "unbased", rank=entry.rank)
+
+    def bases(self) -> set[tuple[int, int]]:
+        """(incarnation, step) that deltas under way stand on."""
+        jobs = [job for flush in self._flushes.values() for job in flush.jobs.values()]
+        return {job.entry.base for job in jobs if job.entry.base is not None}
+
+    async def _stage(
+        self, flush: Flush, job: Job, staging: Staging, work: FlushJob, base: DurableSource | None
+    ) -> bool:
         """Write the share to the node's tier; whether that could be done. If not, the root has to do."""
         assert job.pinned is not None
         try:
-            vote = await staging.put(work, job.pinned)
+            vote = await staging.put(work, job.pinned, base, self.compress)
         except (BackendError, EverstepError, OSError) as error:
             words = in_our_words(error, step=flush.step, rank=job.entry.rank, tier=staging.url)
             log.warning("%s: %s", staging.tier.name, words)
@@ -295,6 +323,7 @@ class Pipeline:
             return False
         job.staging = staging
         job.entry = replace(job.entry, stage=STAGED, root=vote.root)
+        self._compare(flush, job.entry, vote)
         await self._owner.remember(job.entry)
         if job.pinned is not None:
             job.pinned.release()
@@ -337,34 +366,12 @@ class Pipeline:
     async def _is_open(self, flush: Flush) -> bool:
         """Make ``flush.attempt`` the open one at the root. False: the step was settled otherwise."""
         if not flush.opened:
-            decision = await patiently(lambda: self._open(flush))
+            decision = await patiently(lambda: open_attempt(self.backend, flush))
             if decision is not None:
                 self._settle(flush, decision)
                 return False
             flush.opened = True
         return True
-
-    async def _open(self, flush: Flush) -> Decision | None:
-        """Make ``flush.attempt`` the open one. A decision: the step has one already that settles it."""
-        number, manifest = await next_attempt(self.backend, flush.step, flush.incarnation)
-        if manifest is not None:
-            return manifest
-        if number > flush.attempt:
-            return await self._stands(flush.incarnation, flush.step, flush.attempt)
-        for earlier in range(number, flush.attempt):
-            reason = GIVEN_UP + "a later attempt was asked for"
-            decision = await abort_attempt(
-                self.backend, flush.step, flush.incarnation, earlier, reason=reason
-            )
-            if isinstance(decision, Manifest):
-                return decision
-        return None
-
-    async def _stands(self, incarnation: int, step: int, attempt: int) -> Manifest | Abort:
-        """What was decided; an attempt that was left undecided is given up now."""
-        return await abort_attempt(
-            self.backend, step, incarnation, attempt, reason=GIVEN_UP + "left unfinished"
-        )
 
     async def _conclude(self, flush: Flush) -> None:
         """See the flush to its verdict: wait for the votes, then commit. What is staged survives that the root does
@@ -507,26 +514,16 @@ class Pipeline:
         log.warning("step %d of incarnation %d, attempt %d: %s", *flush.key[::-1], flush.attempt, error)
         self._settle(flush, decision, error)
         if isinstance(decision, Abort):
-            await self._sweep(flush)
+            stagings = [self.staging, *(job.staging for job in flush.jobs.values())]
+            await sweep(self.backend, flush, stagings)
 
     async def _decide_abort(self, flush: Flush, reason: str, rank: int | None) -> Decision:
-        decision = None if flush.opened else await self._open(flush)
+        decision = None if flush.opened else await open_attempt(self.backend, flush)
         if decision is not None:
             return decision
         return await abort_attempt(
             self.backend, flush.step, flush.incarnation, flush.attempt, reason=reason, rank=rank
         )
-
-    async def _sweep(self, flush: Flush) -> None:
-        """Remove what an aborted attempt of ours has written: after a full disk the room is needed."""
-        directory = names.attempt_dir(flush.step, flush.incarnation, flush.attempt)
-        for staging in filter(None, {self.staging, *(job.staging for job in flush.jobs.values())}):
-            await staging.sweep(flush.step, flush.incarnation, flush.attempt)
-        try:
-            items = [item.name async for item in self.backend.list(directory)]
-            await self.backend.delete(items)
-        except BackendError as error:
-            log.warning("%s could not be removed: %s", directory, error)
 
     def _settle(self, flush: Flush, decision: Decision | None, error: EverstepError | None = None) -> None:
         """The verdict. ``error`` counts where nothing better was decided."""
@@ -560,7 +557,7 @@ class Pipeline:
         if self._flushes.get(flush.key) is flush:
             del self._flushes[flush.key]
         flush.over.set()
-        self._say(flush, stage, error=error)
+        self._say(flush, stage, error=error, decided=manifest)
         if stage == "committed" or isinstance(error, StorageFull):
             self._owner.rotate(flush.incarnation)
         if stage == "committed" and self.staging is not None:
@@ -575,6 +572,7 @@ class Pipeline:
         nbytes: int = 0,
         error: EverstepError | None = None,
         tier: str | None = None,
+        decided: Manifest | None = None,
     ) -> None:
         began = min((job.accepted for job in flush.jobs.values()), default=time.monotonic())
         self._owner.report(
@@ -588,6 +586,8 @@ class Pipeline:
                 seconds=time.monotonic() - began,
                 nbytes=nbytes,
                 rank=rank,
+                kind="" if decided is None else decided.kind,
+                base=None if decided is None else decided.parent_key,
             )
         )
 

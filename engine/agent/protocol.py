@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from everstep.errors import AgentError
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Goes up with every change of the messages after the handshake."""
 
 FRAME_BYTES_MAX = 1 << 20
@@ -53,7 +53,8 @@ class Register(msgspec.Struct, tag="register", tag_field="t"):
 
 class FlushRequest(msgspec.Struct, tag="flush", tag_field="t"):
     """``attempt`` counts this incarnation's requests for this step, from 1; all ranks count alike. ``tiers``: names of
-    the further tiers that the checkpoint is to reach."""
+    the further tiers that the checkpoint is to reach. ``base``: (incarnation, step) that a delta stands on; ``merge``:
+    it is to be made a full once it is durable."""
 
     step: int
     slot: int
@@ -61,6 +62,8 @@ class FlushRequest(msgspec.Struct, tag="flush", tag_field="t"):
     kind: str
     attempt: int
     tiers: list[str] = []
+    base: tuple[int, int] | None = None
+    merge: bool = False
 
 
 class GiveUpRequest(msgspec.Struct, tag="give_up", tag_field="t"):
@@ -160,6 +163,8 @@ class News(msgspec.Struct, tag="news", tag_field="t"):
     seconds: float
     nbytes: int
     rank: int
+    kind: str = ""
+    base: tuple[int, int] | None = None
 
 
 class Pong(msgspec.Struct, tag="pong", tag_field="t"):

@@ -35,12 +35,14 @@ async def resume(service: Service) -> None:
     service.keep(service.protection.resume(await service.journaled(journal.guard)))
     jobs = await service.journaled(journal.jobs)
     mirrors = await service.journaled(journal.mirrors)
+    merges = await service.journaled(journal.merges)
     service.count_from(max([entry.order for entry in jobs], default=0))
     with service.working():
-        if jobs or mirrors:
+        if jobs or mirrors or merges:
             run = await _run_in_spite_of_storage(service)
             await _resume_jobs(service, run, jobs)
             await service.tiers.resume(mirrors)
+            service.tiers.resume_merges(merges)
 
 
 async def _resume_members(service: Service) -> None:

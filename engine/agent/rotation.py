@@ -4,7 +4,6 @@ never while superseded."""
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections.abc import Callable
 
@@ -12,11 +11,10 @@ from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError
 from everstep.backends.points import reach
 from everstep.errors import EverstepError
-from everstep.format.manifest import Tombstone
-from everstep.plan.retention import Retention, RetentionPlan, plan_retention
-from everstep.store.asking import each
-from everstep.store.catalog import StepNames, list_steps, read_decision
+from everstep.plan.chains import next_bases
+from everstep.plan.retention import Retention
 from everstep.store.rotate import Key, RotationReport, rotate
+from everstep.store.shelf import Shelf
 
 from .storage import Fence, patiently
 
@@ -37,6 +35,8 @@ class Rotator:
         owed: Callable[[], set[Key]] = set,
     ) -> None:
         self.retention = retention
+        self.deltas = False
+        """Whether deltas are written: what the next ones may stand on stays."""
         self._backend = backend
         self._fence = fence
         self._in_use = in_use
@@ -44,9 +44,7 @@ class Rotator:
         self._owed = owed
         self._wanted: int | None = None
         self._task: asyncio.Task[None] | None = None
-        self._decided: dict[StepNames, bool | Tombstone] = {}
-        """What was read of decisions, by the names that were there: whether it is a manifest, or a tombstone. A changed
-        set of names is read again."""
+        self._shelf = Shelf()
 
     @property
     def busy(self) -> bool:
@@ -86,7 +84,12 @@ class Rotator:
     async def _rotate(self, incarnation: int) -> RotationReport | None:
         if await self._fence.superseded(incarnation):
             return None
-        plan = await self._plan()
+        # By the lineage as the fence has just seen it: a further tier learns of new incarnations later.
+        self._shelf.records = self._fence.known
+        records = list(self._fence.known.values())
+        look = await patiently(lambda: self._shelf.look(self._backend, records))
+        parents = {key: facts.parent for key, facts in look.facts.items() if look.lineage.counts(*key)}
+        plan = look.plan(self.retention, self._owed() | (next_bases(parents) if self.deltas else set()))
         reach("agent.rotate.before", str(incarnation))
 
         async def is_superseded() -> bool:
@@ -95,9 +98,6 @@ class Rotator:
         def is_gone(number: int) -> bool:
             return number < incarnation and self._fence.writer_is_dead(number) and not self._in_use(number)
 
-        tombstones = {
-            names: decision for names, decision in self._decided.items() if isinstance(decision, Tombstone)
-        }
         # Also with nothing to remove: it finishes what a crash left, and collects given-up attempts.
         return await patiently(
             lambda: rotate(
@@ -105,21 +105,8 @@ class Rotator:
                 plan,
                 is_superseded=is_superseded,
                 is_gone=is_gone,
-                tombstones=tombstones,
-                known=self._fence.known,
+                shelf=self._shelf,
+                look=look,
+                held=self._owed,
             )
         )
-
-    async def _plan(self) -> RetentionPlan:
-        """By the lineage as the fence has just seen it."""
-        found = await patiently(lambda: list_steps(self._backend))
-        known = {names: self._decided[names] for names in found if names in self._decided}
-
-        async def read(names: StepNames) -> None:
-            decision = await patiently(functools.partial(read_decision, self._backend, names))
-            known[names] = decision if isinstance(decision, Tombstone) else decision is not None
-
-        await each([names for names in found if names not in known], read)
-        self._decided = known
-        checkpoints = [(names.incarnation, names.step) for names in found if known[names] is True]
-        return plan_retention(checkpoints, self.retention, self._fence.lineage, self._owed())

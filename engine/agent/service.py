@@ -20,13 +20,14 @@ from everstep.backends.api import Backend, Notes
 from everstep.backends.errors import BackendError
 from everstep.backends.limit import RateLimited
 from everstep.backends.open import is_local
-from everstep.errors import AgentError, EverstepError, Superseded
+from everstep.errors import AgentError, EverstepError
 from everstep.format.manifest import Manifest
 from everstep.format.records import RunRecord
 from everstep.memory.arena import Arena
 from everstep.memory.control import Purpose
 from everstep.memory.process import Process
 from everstep.memory.slots import Pinned
+from everstep.plan.chains import FULL
 from everstep.store.events import EventLog
 from everstep.store.rotate import RotationReport
 from everstep.store.runs import open_run
@@ -37,6 +38,7 @@ from .flushes import Flush
 from .guard import SameRun
 from .journal import GuardEntry, JobEntry, Journal, NoJournal, Notebook, Uploading
 from .members import FLUSHED, KEPT, Member, Members, find_snapshot, open_arena
+from .news import event_of, news_of, superseded_news
 from .orphans import Orphans
 from .pacing import Pacing
 from .pipeline import Pipeline
@@ -51,7 +53,6 @@ from .protocol import (
     Guarding,
     Listen,
     Loading,
-    News,
     Register,
     Request,
     StatusAnswer,
@@ -267,9 +268,11 @@ class Service:
         """The newest incarnation's wishes count."""
         self.settings = theirs
         self._pipeline.commit_timeout_s = theirs.commit_timeout_s
+        self._pipeline.compress = theirs.compress
         self.pacing.follow(theirs.rate_bytes_per_s)
         if self._rotator is not None:
             self._rotator.retention = theirs.retention
+            self._rotator.deltas = theirs.deltas
         self.tiers.follow(anew=self._anew)
         self._anew = False
 
@@ -282,6 +285,8 @@ class Service:
             request.attempt,
             request.kind,
             tiers=request.tiers,
+            base=request.base,
+            merge=request.merge,
         )
         await self._pipeline.add(entry, self.pin_of(member, request.slot, request.generation))
 
@@ -362,6 +367,8 @@ class Service:
         kind: str,
         *,
         tiers: Sequence[str] | None = None,
+        base: tuple[int, int] | None = None,
+        merge: bool = False,
     ) -> JobEntry:
         """``tiers``: the further ones that are to have it; None: all."""
         self._order += 1
@@ -379,6 +386,8 @@ class Service:
             order=self._order,
             process=(member.process.pid, member.process.start_time, member.process.boot),
             tiers=tuple([t.name for t in self.settings.tiers if not t.node] if tiers is None else tiers),
+            base=base,
+            merge=merge,
         )
 
     @staticmethod
@@ -399,8 +408,16 @@ class Service:
                 lost.append(rank)
                 continue
             log.info("step %d: flushing for rank %d, which has ended", flush.step, rank)
+            asked = next((job.entry for job in flush.jobs.values()), None)
             entry = self.entry_of(
-                member, flush.step, snapshot.index, snapshot.generation, flush.attempt, "full"
+                member,
+                flush.step,
+                snapshot.index,
+                snapshot.generation,
+                flush.attempt,
+                FULL if asked is None else asked.kind,
+                base=None if asked is None else asked.base,
+                merge=asked is not None and asked.merge,
             )
             await self._pipeline.add(entry, self.pin_of(member, snapshot.index, snapshot.generation))
         return lost
@@ -419,12 +436,11 @@ class Service:
     def report(self, progress: Progress) -> None:
         """Tell every registered trainer, and the run's events."""
         for peer in list(self._registered):
-            peer.send(_news(progress))
+            peer.send(news_of(progress))
         if progress.stage == "committed":
             self.beacons.committed(progress.incarnation, progress.step)
         if progress.stage != "queued" and self._events is not None:
-            facts = {k: v for k, v in vars(progress).items() if k not in ("stage", "tier") and v is not None}
-            self._events.append(progress.stage, **facts)
+            self._events.append(progress.stage, **event_of(progress))
             self.keep(self._write_events())
 
     def rotate(self, incarnation: int) -> None:
@@ -479,13 +495,14 @@ class Service:
             queue_max=self.settings.queue_max,
             commit_timeout_s=self.settings.commit_timeout_s,
         )
+        self.pipeline.compress = self.settings.compress
         self._rotator = Rotator(
             self._guarded,
             self.pipeline.fence,
             self.settings.retention,
             self._in_use,
             self._rotated,
-            self.tiers.owed,
+            lambda: self.tiers.owed() | self._pipeline.bases(),
         )
         await self.tiers.open(self._guarded, record)
         me = Process.current()
@@ -505,7 +522,7 @@ class Service:
         newest = max(self._pipeline.fence.newest, self.members.newest)
         for peer in list(self._registered):
             if peer.member is not None and peer.member.incarnation < newest:
-                peer.send(_news(_superseded(peer.member.incarnation, newest, self.settings.root)))
+                peer.send(superseded_news(peer.member.incarnation, newest, self.settings.root))
         for member in self.members.retire():
             await self.forget_member(member)
 
@@ -517,7 +534,8 @@ class Service:
         self.keep(self._orphans.look())
 
     def _in_use(self, incarnation: int) -> bool:
-        return any(flush.incarnation == incarnation for flush in self._pipeline.flushes())
+        flushes = any(flush.incarnation == incarnation for flush in self._pipeline.flushes())
+        return flushes or self.tiers.is_merging(incarnation)
 
     def _rotated(
         self, incarnation: int, report: RotationReport | None, error: EverstepError | BackendError | None
@@ -571,16 +589,3 @@ async def _logged(work: Awaitable[None]) -> None:
         await work
     except Exception:
         log.exception("a task of the agent failed")
-
-
-def _news(progress: Progress) -> News:
-    return News(**vars(progress))
-
-
-def _superseded(incarnation: int, newest: int, tier: str) -> Progress:
-    error = Superseded(
-        "a newer incarnation writes this run",
-        found=f"incarnation {newest}",
-        expected=f"none above {incarnation}",
-    )
-    return Progress(NO_STEP, incarnation, 0, tier, "superseded", error.to_wire())

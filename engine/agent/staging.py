@@ -17,6 +17,7 @@ from everstep.format.vote import Vote
 from everstep.memory.slots import Pinned
 from everstep.store.catalog import read_vote
 from everstep.store.flush import FlushJob, flush_rank
+from everstep.store.sources import DurableSource
 from everstep.store.staged import Key, claim, discard, retain, upload_rank
 
 from .journal import JobEntry
@@ -46,6 +47,11 @@ class Staging:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="everstep-upload")
 
     @property
+    def backend(self) -> Backend:
+        """To read from."""
+        return self._backend
+
+    @property
     def url(self) -> str:
         return self.tier.url
 
@@ -60,13 +66,21 @@ class Staging:
             log.warning("step %d: what is staged cannot be seen: %s", entry.step, error)
             return None
 
-    async def put(self, work: FlushJob, pinned: Pinned) -> Vote:
+    async def put(
+        self, work: FlushJob, pinned: Pinned, base: DurableSource | None = None, compress: str | None = None
+    ) -> Vote:
         """Write the pinned snapshot; its vote. Raises what flush_rank does, and RunError; nothing of it stays then."""
         try:
             await self._claim()
             vote = await patiently(
                 lambda: flush_rank(
-                    self._backend, work, pinned, chunk_bytes=self._run.chunk_bytes, run=self._run
+                    self._backend,
+                    work,
+                    pinned,
+                    chunk_bytes=self._run.chunk_bytes,
+                    run=self._run,
+                    base=base,
+                    compress=compress,
                 )
             )
         except (BackendError, EverstepError, OSError) as error:

@@ -33,11 +33,13 @@ def describe(service: Service, epoch: int, seconds: float) -> dict[str, Any]:
                 "step": f.step,
                 "incarnation": f.incarnation,
                 "attempt": f.attempt,
+                "kind": next((job.entry.kind for job in f.jobs.values()), "full"),
                 "ranks": {str(rank): job.entry.stage for rank, job in f.jobs.items()},
             }
             for f in flushes
         ],
         "tiers": service.tiers.status(),
+        "merging": service.tiers.merging(),
         "pace": service.pacing.status(),
         "guard": service.protection.status(),
     }

@@ -1,9 +1,9 @@
 """Staged shares on their way from the node's tier to the root, in the order in which they were staged.
 
 One is uploaded at a time, and tried for as long as it takes. When the shares of more than ``WAITING_MAX`` steps wait
-behind it, the oldest of these steps is given up, by its abort record at the root, so that no node goes on with it; the
-newest never is. A step whose upload fails makes way once as many wait behind it. Everything here runs on the agent's
-loop.
+behind it, the oldest of these steps is given up, a delta before a full, by its abort record at the root, so that no
+node goes on with it; the newest never is. A step whose upload fails makes way once as many wait behind it. Everything
+here runs on the agent's loop.
 """
 
 from __future__ import annotations
@@ -68,8 +68,10 @@ class Uploads:
         self._queue = deque([one for one in self._queue if not one[0].ended])
         self._queue.append((flush, job))
         waiting = self._waiting()
-        for old in waiting[: max(0, len(waiting) - WAITING_MAX)]:
-            self._drop(old)
+        while len(waiting) > WAITING_MAX:
+            spare = _spare(waiting)
+            waiting.remove(spare)
+            self._drop(spare)
         self._wake.set()
 
     def look(self) -> None:
@@ -102,9 +104,12 @@ class Uploads:
                 return
             self._failures += 1
             self._failing(flush, job, error, self._failures)
-            if len(self._waiting()) >= WAITING_MAX:  # newer ones are there: this one has had its time
-                self._drop(flush)
-                return
+            waiting = self._waiting()
+            if len(waiting) >= WAITING_MAX:  # newer ones are there: this one has had its time
+                spare = _spare([flush, *waiting])
+                self._drop(spare)
+                if spare is flush:
+                    return
             self._wake.clear()
             await happened(self._wake, pause_after(self._failures))
 
@@ -115,3 +120,8 @@ class Uploads:
             if flush is not self._now and not flush.ended and flush not in found:
                 found.append(flush)
         return found
+
+
+def _spare(flushes: list[Flush]) -> Flush:
+    """Which of several goes first: the oldest, but of fulls and deltas a delta; the newest never."""
+    return next((flush for flush in flushes[:-1] if flush.is_delta), flushes[0])

@@ -54,8 +54,7 @@ class TierSettings:
         return {
             "name": self.name,
             "url": self.url,
-            "keep_last": self.retention.keep_last,
-            "keep_every": self.retention.keep_every,
+            "retention": self.retention.to_wire(),
             "rate": self.rate,
             "node": self.node,
             "options": dict(self.options),
@@ -64,7 +63,7 @@ class TierSettings:
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> TierSettings:
         rest = dict(wire)
-        keep = Retention(keep_last=rest.pop("keep_last"), keep_every=rest.pop("keep_every"))
+        keep = Retention(**rest.pop("retention"))
         return cls(**rest, retention=keep)
 
 
@@ -87,6 +86,8 @@ class AgentSettings:
     heartbeat_s: float = HEARTBEAT_S
     heartbeat_timeout_s: float = 4 * HEARTBEAT_S
     tiers: tuple[TierSettings, ...] = ()
+    deltas: bool = False
+    compress: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
@@ -97,8 +98,7 @@ class AgentSettings:
             "node": self.node,
             "runtime_dir": str(self.runtime_dir),
             "rate_bytes_per_s": self.rate_bytes_per_s,
-            "keep_last": self.retention.keep_last,
-            "keep_every": self.retention.keep_every,
+            "retention": self.retention.to_wire(),
             "linger_s": self.linger_s,
             "commit_timeout_s": self.commit_timeout_s,
             "chunk_bytes": self.chunk_bytes,
@@ -106,6 +106,8 @@ class AgentSettings:
             "heartbeat_s": self.heartbeat_s,
             "heartbeat_timeout_s": self.heartbeat_timeout_s,
             "tiers": [tier.to_wire() for tier in self.tiers],
+            "deltas": self.deltas,
+            "compress": self.compress,
             "options": dict(self.options),
             "environment": dict(self.environment),
         }
@@ -114,7 +116,7 @@ class AgentSettings:
     def from_wire(cls, wire: dict[str, Any]) -> AgentSettings:
         """Raises KeyError or TypeError where ``wire`` is not what :meth:`to_wire` gave."""
         rest = dict(wire)
-        keep = Retention(keep_last=rest.pop("keep_last"), keep_every=rest.pop("keep_every"))
+        keep = Retention(**rest.pop("retention"))
         tiers = tuple([TierSettings.from_wire(tier) for tier in rest["tiers"]])
         changed = {"runtime_dir": Path(rest["runtime_dir"]), "retention": keep, "tiers": tiers}
         return cls(**{**rest, **changed})
@@ -155,6 +157,9 @@ class Progress:
     still tried), mirror_dropped (it will not get there). Of the node's own tier, whose url ``tier`` is: staged (of a
     rank: its slot is free; of the step: all shares of this node's ranks are durable there) and unstaged (it failed; the
     step goes straight to the root). upload_failing: the root fails, and is tried again.
+    Of deltas: unbased (a rank's share was stored in full, for its base cannot be used), merged (the checkpoint is a
+    full now) and unmerged (it stays a delta). ``kind`` and ``base`` (incarnation, step) say what was committed, ""
+    where that is not told.
     ``error`` is an error's
     ``to_wire()``; ``seconds`` count from the acceptance of the flush; ``rank`` is the rank that it speaks of
     (-1: the whole step).
@@ -169,3 +174,5 @@ class Progress:
     seconds: float = 0.0
     nbytes: int = 0
     rank: int = -1
+    kind: str = ""
+    base: tuple[int, int] | None = None

@@ -28,7 +28,7 @@ Example:
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def _seconds(ctx: click.Context, param: click.Parameter, text: str) -> float:
+def duration(ctx: click.Context, param: click.Parameter, text: str) -> float:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text)
     if found is None:
         raise click.BadParameter(f"{text!r} is no duration such as 90s, 30m, 1h or 2d")
@@ -41,7 +41,7 @@ def _seconds(ctx: click.Context, param: click.Parameter, text: str) -> float:
     "--older-than",
     "older_than_s",
     metavar="DURATION",
-    callback=_seconds,
+    callback=duration,
     default="1h",
     show_default=True,
     help="Leave alone what was written to later than this.",

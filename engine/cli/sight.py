@@ -238,6 +238,12 @@ def _agent_status(place: Place, run_ids: list[str]) -> dict[str, Any] | None:
     return None
 
 
+def owed_steps(place: Place, run_id: str) -> set[int]:
+    """Steps that this node's agent, if there is one, has still to copy to further tiers."""
+    tiers = (_agent_status(place, [run_id]) or {}).get("tiers") or []
+    return {step for tier in tiers for step in tier.get("owed") or []}
+
+
 def _beacon_in(status: dict[str, Any]) -> Beacon | None:
     from everstep.format.beacon import Beacon, BeaconRank
     from everstep.format.typed import build, decoding

@@ -23,6 +23,9 @@ CHUNK_BYTES_MIN = ALIGN_BYTES
 CHUNK_BYTES_MAX = 1 << 30
 """A run's chunk size is a power of two between these."""
 
+TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+"""Times in records: UTC, to the second."""
+
 NUMBER_MAX = 10**18 - 1
 """Largest step, incarnation, attempt or rank: 18 digits, so that each fits a signed 64-bit word."""
 SIZE_MAX = 1 << 62

@@ -21,6 +21,7 @@ LAYOUTS = "layouts"
 CHECKPOINTS = "checkpoints"
 EVENTS = "events"
 LIVE = "live"
+PINS = "pins"
 
 ESCAPED_MAX = 120
 """Longest escaped text. A file name holds it, a rank, an extension and the decorations of a temporary name
@@ -39,6 +40,7 @@ _ESCAPE = re.compile(r"%([0-9A-F]{2})")
 COPY_PREFIX = "copy:"
 """Of regions with second copies of what other ranks store: no part of what a seal proves, nor of what is flushed."""
 _SHARED = re.compile(r".*\+([0-9.]+)", re.DOTALL)
+_TOKEN = re.compile(r"[0-9a-f]{8,32}")
 _SHARED_CHARS_MAX = 4096
 """Longest list of ranks in the name of a shared image: hundreds of copies."""
 
@@ -56,6 +58,7 @@ class Kind(enum.Enum):
     STATE = "state"
     EVENTS = "events"
     BEACON = "beacon"
+    PIN = "pin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +66,8 @@ class Parsed:
     """A name taken apart; fields that the kind does not have are None.
 
     ``attempt`` is the number of a decision as well. ``text`` is the escaped text (of an image's or writer's
-    name) as it stands in the name; ``image`` and ``writer`` are that text unescaped, None where it was
-    shortened. ``packed`` tells of an image that its object is a packed one.
+    name; a pin's token) as it stands in the name; ``image`` and ``writer`` are that text unescaped, None where it
+    was shortened. ``packed`` tells of an image that its object is a packed one.
     """
 
     kind: Kind
@@ -228,6 +231,18 @@ def beacon(node_key: str) -> str:
     return f"{LIVE}/{escape(node_key)}.json"
 
 
+def pin(pin_id: str) -> str:
+    """Record that a checkpoint is not to be removed."""
+    if _parse_pin(pin_id) is None:
+        raise ValueError(f"{pin_id!r} is no pin's id")
+    return f"{PINS}/{pin_id}.json"
+
+
+def pin_id(step: int, incarnation: int, token: str) -> str:
+    """Id of a pin of that checkpoint; ``token`` (8 to 32 hexadecimal digits) tells it from others."""
+    return f"{_number(step, _STEP_DIGITS)}-{_number(incarnation, _INCARNATION_DIGITS)}-{token}"
+
+
 def _parse_number(text: str, digits: int, least: int = 0) -> int | None:
     if not (len(text) <= 18 and text.isascii() and text.isdigit()):
         return None
@@ -303,7 +318,17 @@ def _parse_top(directory: str, file: str) -> Parsed | None:
     if directory == LIVE and file.endswith(".json"):
         text = file[: -len(".json")]
         return Parsed(Kind.BEACON, text=text, writer=unescape(text)) if _is_escaped(text) else None
+    if directory == PINS and file.endswith(".json"):
+        return _parse_pin(file[: -len(".json")])
     return None
+
+
+def _parse_pin(pin_id: str) -> Parsed | None:
+    step, incarnation, token = ([*pin_id.split("-", 2), "", ""])[:3]
+    found = parse_step(step), parse_incarnation(incarnation)
+    if None in found or not _TOKEN.fullmatch(token):
+        return None
+    return Parsed(Kind.PIN, *found, text=token)
 
 
 def _parse_rank_file(step: int, incarnation: int, attempt: int, file: str) -> Parsed | None:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from ..errors import BadOption
+from .chains import DELTA, FULL, Chains, Key, Kind
 
 OnSlow = Literal["wait", "skip", "supersede"]
 ON_SLOW: tuple[OnSlow, ...] = ("wait", "skip", "supersede")
@@ -58,7 +59,8 @@ class Decision:
     """What all ranks do at ``step``. ``flush`` implies ``snapshot``. ``wait``: first wait (bounded) until
     there is room for the flush; ``supersede``: first give up the oldest unfinished flush. ``tiers``: names of the
     further tiers that the checkpoint is to reach. ``trouble`` is what all ranks are told then, "" for nothing;
-    ``fatal``: as an error, else as a warning."""
+    ``fatal``: as an error, else as a warning. A flush of ``kind`` "delta" stands on ``base``; ``merge``: once it is
+    durable it is made a full."""
 
     step: int
     snapshot: bool
@@ -68,6 +70,9 @@ class Decision:
     tiers: tuple[str, ...] = ()
     trouble: str = ""
     fatal: bool = False
+    kind: Kind = FULL
+    base: Key | None = None
+    merge: bool = False
 
 
 def merge(decisions: Iterable[Decision]) -> Decision | None:
@@ -76,6 +81,8 @@ def merge(decisions: Iterable[Decision]) -> Decision | None:
     merged: Decision | None = None
     for d in decisions:
         if merged is not None:
+            newest = d if d.flush else merged
+            delta = all(one.kind == DELTA for one in (merged, d) if one.flush) and newest.flush
             d = Decision(
                 d.step,
                 merged.snapshot or d.snapshot,
@@ -85,6 +92,9 @@ def merge(decisions: Iterable[Decision]) -> Decision | None:
                 tuple(dict.fromkeys([*merged.tiers, *d.tiers])),
                 d.trouble or merged.trouble,
                 merged.fatal or d.fatal,
+                DELTA if delta else FULL,
+                newest.base if delta else None,
+                delta and (merged.merge or d.merge),
             )
         merged = d
     return merged
@@ -94,16 +104,22 @@ class _Timer:
     """Says when an interval has gone by. Step intervals are multiples of the step number, so that a resumed
     run keeps the same rhythm; a multiple that was passed over is due at the next step."""
 
-    def __init__(self, every: Every | None) -> None:
+    def __init__(self, every: Every | None, since: int | None = None) -> None:
+        """``since``: the step at which it was due last; a time begins anew with the first look."""
         self.every = every
+        self._since = since
         self._last: tuple[int, float] | None = None
+
+    def restart(self, step: int, now: float) -> None:
+        """What it times was done at ``step``, for another reason."""
+        self._last = step, now
 
     def due(self, step: int, now: float) -> bool:
         """Whether ``step`` is due, for steps that go up; the first one is. Being due restarts the
         interval."""
         if self.every is None:
             return False
-        last_step, last_time = self._last or (None, now)
+        last_step, last_time = self._last or (self._since, now)
         if last_step is None:
             is_due = True
         elif self.every.steps is not None:
@@ -160,7 +176,10 @@ class Schedule:
     The first step that it decides is snapshotted and flushed (unless the interval is None). A flush that is
     due while ``unfinished_max`` are unfinished follows ``on_slow``: all ranks ``wait`` for room, or ``skip``
     it, or it ``supersede``s the oldest one. The last is never done twice without a finished flush between, or
-    no flush might ever finish: such a flush is skipped.
+    no flush might ever finish: such a flush is skipped. A delta supersedes no full: it is skipped, too.
+
+    With ``delta_every`` some flushes are deltas, on what ``chains`` gives as their base; a full where none is to be
+    had, or where both are due. A full that was skipped takes the place of the next delta.
     """
 
     def __init__(
@@ -170,6 +189,9 @@ class Schedule:
         lookahead: int,
         on_slow: OnSlow = "wait",
         tiers: Mapping[str, int | str | Every] = MappingProxyType({}),
+        *,
+        delta_every: int | str | Every | None = None,
+        chains: Chains | None = None,
     ) -> None:
         """``lookahead``: how many steps ahead of the current one are decided. ``tiers``: by name of a further tier
         which flushes go there: every n-th, or one in each interval of time. Raises :class:`BadOption`."""
@@ -184,7 +206,12 @@ class Schedule:
         self.decided: int | None = None
         """The last step decided; None before the first."""
         self._snapshot = _Timer(parse_every(snapshot_every, "snapshot_every"))
-        self._full = _Timer(parse_every(full_every, "full_every"))
+        self._chains = chains if delta_every is not None else None
+        going_on = self._chains is not None and self._chains.base() is not None
+        newest = self._chains.newest_full if self._chains is not None and going_on else None
+        self._full = _Timer(parse_every(full_every, "full_every"), newest[1] if newest is not None else None)
+        self._delta = _Timer(parse_every(delta_every, "delta_every"))
+        self._full_owed = False
         self._superseded = False
         self._tiers: dict[str, _Share] = {}
         for name, value in tiers.items():
@@ -196,12 +223,15 @@ class Schedule:
         """From now on this is the interval between flushes."""
         self._full.every = Every(seconds=seconds)
 
-    def extend(self, through: int, now: float, unfinished: int, unfinished_max: int) -> list[Decision]:
+    def extend(
+        self, through: int, now: float, unfinished: int, unfinished_max: int, deltas: int = 0
+    ) -> list[Decision]:
         """Decide all steps up to ``through`` (the current step and ``lookahead``) that are not decided yet.
 
         ``now``: seconds of a clock that never goes back. ``unfinished``: flushes decided so far that are
-        neither durable nor given up. Steps below ``through - lookahead`` cannot come any more and get no
-        decision; what was due at them is due at the first one after. At most ``lookahead + 1`` decisions.
+        neither durable nor given up, and ``deltas`` how many of them are deltas. Steps below
+        ``through - lookahead`` cannot come any more and get no decision; what was due at them is due at the first one
+        after. At most ``lookahead + 1`` decisions.
         """
         if unfinished < unfinished_max:
             self._superseded = False
@@ -210,21 +240,34 @@ class Schedule:
             first = max(first, self.decided + 1)
         decisions = []
         for step in range(first, through + 1):
-            decision = self._decide(step, now, unfinished, unfinished_max)
+            decision = self._decide(step, now, unfinished, unfinished_max, deltas)
             unfinished += decision.flush and not decision.supersede
+            deltas += decision.kind == DELTA
+            deltas -= decision.supersede and deltas > 0
             decisions.append(decision)
         self.decided = through if self.decided is None else max(self.decided, through)
         return decisions
 
-    def _decide(self, step: int, now: float, unfinished: int, unfinished_max: int) -> Decision:
+    def _decide(self, step: int, now: float, unfinished: int, unfinished_max: int, deltas: int) -> Decision:
         snapshot = self._snapshot.due(step, now)
-        if not self._full.due(step, now):
+        full, delta = self._full.due(step, now), self._delta.due(step, now)
+        if not (full or delta):
             return Decision(step, snapshot, False)
+        owed = self._chains is not None and (full or self._full_owed)
+        full = owed or self._chains is None or self._chains.base() is None
         room = unfinished < unfinished_max
         wait = not room and self.on_slow == "wait"
-        supersede = not room and self.on_slow == "supersede" and not self._superseded
+        supersede = not room and self.on_slow == "supersede" and not self._superseded and (full or deltas > 0)
         if not (room or wait or supersede):
+            self._full_owed = owed
             return Decision(step, snapshot, False)
         self._superseded = self._superseded or supersede
         tiers = tuple([name for name, share in self._tiers.items() if share.due(step, now)])
+        found = self._chains.delta(step) if self._chains is not None and not full else None
+        if found is not None:
+            kind, base, to_merge = DELTA, found.base, found.merge
+            return Decision(step, True, True, wait, supersede, tiers, kind=kind, base=base, merge=to_merge)
+        self._full_owed = False
+        self._full.restart(step, now)
+        self._delta.restart(step, now)
         return Decision(step, True, True, wait=wait, supersede=supersede, tiers=tiers)

@@ -31,6 +31,7 @@ from everstep.format.manifest import (
     Tombstone,
     decision_number,
     decode_decision,
+    encode_decision,
 )
 from everstep.format.records import RunRecord
 from everstep.format.vote import ImageRecord
@@ -384,7 +385,8 @@ async def _copy_decision(source: Backend, target: Backend, manifest: Manifest, n
     name = names.decision(manifest.step, manifest.incarnation, number)
     data = await DurableSource(source, manifest, 1).explained(_read(source, name))
     decision = decode_decision(data, name)
-    if number == decision_number(manifest) and decision != manifest:
+    # By their bytes: a metric that is NaN differs from itself.
+    if number == decision_number(manifest) and encode_decision(decision) != encode_decision(manifest):
         raise Damaged(f"{name}: another manifest than the one that was read before", name=name)
     with suppress(Conflict):
         await put_new(target, name, data)

@@ -2,29 +2,28 @@
 
 Announce, then look: a tombstone is published first, then dependents are looked for; whoever comes to depend
 on a checkpoint publishes that first and then re-reads the checkpoint. One of the two always sees the other.
-Order within a checkpoint: tombstone, votes, images, decisions, and long after, the tombstone. A crash
-anywhere leaves a tombstone, and the next rotation finishes. Names that are not ours are never removed.
+Dependents are incarnations that adopted it, pins, and deltas that stand on it, by their manifests, or by the votes of
+attempts that are not decided. Order within a checkpoint: tombstone, votes, images, decisions, and long after, the
+tombstone; of several that go together all tombstones come first, those of deltas before those of their bases, then one
+look for all. A crash anywhere leaves tombstones, and the next rotation finishes. Names that are not ours are never
+removed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
-from types import MappingProxyType
 
 from everstep.backends.api import Backend, Item
 from everstep.backends.points import reach
 from everstep.errors import CannotTell, Damaged, EverstepError, UnknownFormat
 from everstep.format import names
 from everstep.format.manifest import Abort, Decision, Manifest, Tombstone
-from everstep.format.records import IncarnationRecord
 from everstep.plan.lineage import Lineage
-from everstep.plan.retention import RetentionPlan
+from everstep.plan.retention import Facts, RetentionPlan, facts_of, seconds_of, whole_chains
 
-from .asking import reading, writing
+from .asking import each, reading, writing
 from .catalog import (
     StepNames,
     complete_undecided,
@@ -35,7 +34,9 @@ from .catalog import (
     voted_ranks,
 )
 from .commit import abort_attempt, publish_decision
-from .runs import TIME_FORMAT, now, read_incarnations
+from .pins import remove_pins
+from .runs import now, read_incarnations
+from .shelf import Look, Seen, Shelf, buried_under
 
 TOMBSTONE_WAIT_S = 3600.0
 """A tombstone outlives every commit that may still be under way: a late manifest then lies below it and
@@ -44,7 +45,9 @@ counts for nothing. By the wall clocks of two machines, hence the margin over an
 PUBLISH_TRIES_MAX = 8
 """How often the next decision number is tried when others take it."""
 
-NONE_KNOWN: Mapping[StepNames, Tombstone] = MappingProxyType({})
+TOGETHER_MAX = 32
+"""Checkpoints that go with one look, and with few requests where many objects are removed by one. The names of all
+their objects are in memory."""
 
 Key = tuple[int, int]
 """(incarnation, step)"""
@@ -53,7 +56,8 @@ Key = tuple[int, int]
 @dataclass(slots=True)
 class RotationReport:
     """What a rotation did. ``kept`` says of each checkpoint that was to go why it stayed; ``waiting`` are
-    removed ones whose tombstone must still stand; ``foreign`` are names that were left where they lie."""
+    removed ones whose tombstone must still stand; ``foreign`` are names that were left where they lie;
+    ``pins`` are ids of expired pins that were removed."""
 
     removed: list[Key] = field(default_factory=list)
     kept: list[tuple[Key, str]] = field(default_factory=list)
@@ -61,11 +65,16 @@ class RotationReport:
     collected: list[tuple[Key, int]] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
     freed_bytes: int = 0
+    pins: list[str] = field(default_factory=list)
     superseded: bool = False
 
 
 def _nobody_is_gone(incarnation: int) -> bool:
     return False
+
+
+def _nothing_held() -> Collection[Key]:
+    return ()
 
 
 def _all(found: StepNames) -> bool:
@@ -81,120 +90,248 @@ async def rotate(
     among: Callable[[StepNames], bool] = _all,
     tombstone_wait_s: float = TOMBSTONE_WAIT_S,
     clock: Callable[[], float] = time.time,
-    tombstones: Mapping[StepNames, Tombstone] = NONE_KNOWN,
-    known: dict[int, IncarnationRecord] | None = None,
+    shelf: Shelf | None = None,
+    look: Look | None = None,
+    held: Callable[[], Collection[Key]] = _nothing_held,
 ) -> RotationReport:
     """Remove what ``plan`` removes, finish what an earlier rotation began, collect leftover attempts.
 
     ``is_superseded`` is asked again before every removal: a superseded writer deletes nothing. ``is_gone``
     says of an incarnation that its writer is provably dead; only then are its undecided attempts given up.
-    ``among`` says which checkpoints' directories are looked at. ``tombstones`` were read before, under these very
-    names, ``known`` are records of incarnations: these are not read again.
+    ``among`` says which checkpoints' directories are looked at. ``shelf`` remembers what was read before; ``look`` is
+    the one that the plan comes from: its expired pins are collected, and nothing is listed again. ``held`` are what
+    this process needs at the moment, as the bases of flushes under way: asked before each tombstone, and behind it.
     Raises CannotTell, SaveFailed: what was done stays done, the rest is for the next rotation.
     """
     report = RotationReport()
+    work = _Rotation(
+        backend, report, shelf or Shelf(clock=clock), is_superseded, tombstone_wait_s, clock, held
+    )
+    steps = await list_steps(backend, empty=True) if look is None else look.steps
     keep = {key for key, _ in plan.keep}
     remove = set(plan.remove) - keep
-    steps = [found for found in await list_steps(backend, empty=True) if among(found)]
-    standing: dict[Key, Manifest | Tombstone | None] = {}
-    for found in steps:
-        if found.key in keep and len(found.attempts) == 1 and found.attempts == found.decisions:
-            continue  # the plan has read its manifest, and there is nothing else
-        wanted = found.key in remove
-        buried = tombstones.get(found)
-        if buried is not None and _is_only_waiting(found, buried, tombstone_wait_s, clock):
-            report.waiting.append(found.key)
-            continue
-        decision = standing[found.key] = await _standing(backend, found, report, wanted=wanted)
-        if (wanted or isinstance(decision, Tombstone)) and await is_superseded():
-            report.superseded = True
-            return report
-        if isinstance(decision, Tombstone):
-            await _finish(backend, found, decision, report, tombstone_wait_s, clock, known)
-        elif isinstance(decision, Manifest) and wanted:
-            await _remove(backend, found, decision, report, is_superseded, known)
-    if await is_superseded():
+    graves: list[StepNames] = []
+    wanted: list[StepNames] = []
+    standing: dict[StepNames, Seen] = {}
+    # What the plan keeps has been read for it, and there is nothing else.
+    simple = [found for found in steps if len(found.attempts) == 1 and found.attempts == found.decisions]
+    passed = {found for found in simple if found.key in keep}
+    some = [found for found in steps if among(found) and found not in passed]
+    await work.shelf.read(backend, some)
+    for found in some:
+        seen = standing[found] = work.shelf.seen[found]
+        if seen.tombstone is not None:
+            if work.only_waits(found, seen.tombstone):
+                report.waiting.append(found.key)
+                del standing[found]
+            else:
+                graves.append(found)
+        elif found.key in remove and seen.error is not None:
+            report.kept.append((found.key, f"its decision cannot be read: {seen.error}"))
+        elif found.key in remove and seen.stands:
+            wanted.append(found)
+    if not (await work.finish(graves) and await work.remove(wanted)) or await is_superseded():
         report.superseded = True
-        return report
-    await _collect(
-        backend, [found for found in steps if found.key in standing], standing, keep, is_gone, report
-    )
+    else:
+        await _collect(backend, standing, keep, is_gone, report)
+        if look is not None and look.expired:
+            await remove_pins(backend, look.expired)
+            report.pins.extend(look.expired)
+    for keys in (report.removed, report.waiting):
+        keys.sort()
     return report
 
 
-async def _standing(
-    backend: Backend, found: StepNames, report: RotationReport, *, wanted: bool
-) -> Manifest | Tombstone | None:
-    """The decision that counts; None also where it cannot be read: what is damaged is not ours to remove."""
-    if not found.decisions:
-        return None
-    try:
-        return await read_decision(backend, found)
-    except (Damaged, UnknownFormat) as error:
-        if wanted:
-            report.kept.append((found.key, f"its decision cannot be read: {error}"))
-        return None
+@dataclass(frozen=True, slots=True)
+class _Grave:
+    """A checkpoint under its tombstone. ``manifest`` is what counted before, None where votes of it may be gone:
+    then it cannot come back."""
+
+    found: StepNames
+    tombstone: Tombstone
+    manifest: Manifest | None
 
 
-async def _remove(
-    backend: Backend,
-    found: StepNames,
-    manifest: Manifest,
-    report: RotationReport,
-    is_superseded: Callable[[], Awaitable[bool]],
-    known: dict[int, IncarnationRecord] | None,
-) -> None:
-    """Tombstone, look, delete; or, seeing a dependent, put the manifest back above the tombstone."""
-    in_flight = [attempt for attempt in found.attempts if attempt > max(found.decisions)]
-    if in_flight:
-        report.kept.append((found.key, f"attempt {in_flight[0]} is not decided"))
-        return
-    tombstone = await _bury(backend, found, "retention")
-    if tombstone is None:
-        report.kept.append((found.key, "another process decided something about it"))
-        return
-    reach("rotate.tombstoned", names.checkpoint_dir(*found.place))
-    try:
-        need = await _needed(backend, found.key, known)
-        if need is None and await is_superseded():
-            report.superseded = True
-            need = "a newer incarnation writes the run"
-    except EverstepError:
-        await _restore(backend, manifest, tombstone.number + 1)  # what cannot be seen may be there
-        raise
-    if need is not None:
-        await _restore(backend, manifest, tombstone.number + 1)
-        report.kept.append((found.key, need))
-        return
-    await _delete_files(backend, found, tombstone, report)
-    report.removed.append(found.key)
-    report.waiting.append(found.key)
+@dataclass(slots=True)
+class _Rotation:
+    """One call of :func:`rotate`."""
+
+    backend: Backend
+    report: RotationReport
+    shelf: Shelf
+    is_superseded: Callable[[], Awaitable[bool]]
+    tombstone_wait_s: float
+    clock: Callable[[], float]
+    held: Callable[[], Collection[Key]]
+
+    def only_waits(self, found: StepNames, tombstone: Tombstone) -> bool:
+        """Whether nothing is left but the tombstone, which still has to stand."""
+        return not found.attempts and found.decisions == (tombstone.number,) and not self._is_old(tombstone)
+
+    def _is_old(self, tombstone: Tombstone) -> bool:
+        """Whether it has stood long enough. Where its time cannot be read, it simply stays."""
+        created_s = seconds_of(tombstone.created)
+        return created_s is not None and self.clock() - created_s >= self.tombstone_wait_s
+
+    async def finish(self, graves: Sequence[StepNames]) -> bool:
+        """Go on where earlier rotations stopped; False if superseded. They may have stopped before they looked for
+        dependents, but then nothing was deleted yet."""
+        for lot in _lots(graves):
+            if await self.is_superseded():
+                return False
+            if not await self._bring_to_an_end(await each(lot, self._old_grave), "", fresh=False):
+                return False
+        return True
+
+    async def remove(self, wanted: Sequence[StepNames]) -> bool:
+        """Tombstones, one look, deletion; or, where something depends on one, its manifest again above the tombstone.
+        False if superseded. Deltas go before what they stand on."""
+        for lot in _lots(sorted(wanted, key=lambda found: found.key, reverse=True)):
+            graves: list[_Grave] = []
+            superseded = False
+            for found in lot:
+                superseded = await self.is_superseded()
+                if superseded:
+                    break
+                grave = await self._bury(found)
+                graves += [grave] if grave is not None else []
+            left = not await self._bring_to_an_end(graves, "retention", fresh=True) if graves else False
+            if superseded or left:
+                return False
+        return True
+
+    async def _bury(self, found: StepNames) -> _Grave | None:
+        kept = self.report.kept
+        in_flight = [attempt for attempt in found.attempts if attempt > max(found.decisions)]
+        if in_flight or found.key in self.held():
+            why = f"attempt {in_flight[0]} is not decided" if in_flight else "it is in use"
+            kept.append((found.key, why))
+            return None
+        try:
+            manifest = await read_decision(self.backend, found)
+        except (Damaged, UnknownFormat) as error:
+            kept.append((found.key, f"its decision cannot be read: {error}"))
+            return None
+        number = max(found.decisions) + 1
+        tombstone = Tombstone(*found.place, number, "retention", created=now())
+        if (
+            not isinstance(manifest, Manifest)
+            or await publish_decision(self.backend, tombstone, number) is not None
+        ):
+            kept.append((found.key, "another process decided something about it"))
+            return None
+        reach("rotate.tombstoned", names.checkpoint_dir(*found.place))
+        return _Grave(found, tombstone, manifest)
+
+    async def _old_grave(self, found: StepNames) -> _Grave:
+        tombstone = self.shelf.seen[found].tombstone
+        assert tombstone is not None
+        manifest = await buried_under(self.backend, found, tombstone)
+        if manifest is not None:
+            ranks = await voted_ranks(self.backend, *found.place, manifest.attempt)
+            if ranks != [record.rank for record in manifest.ranks]:  # votes go first
+                manifest = None
+        return _Grave(found, tombstone, manifest)
+
+    async def _bring_to_an_end(self, graves: Sequence[_Grave], why: str, *, fresh: bool) -> bool:
+        """Put back those that something depends on, delete the others; False if superseded, with all put back that
+        can be. ``fresh``: their tombstones are ours."""
+        whole = {grave.found.key: grave for grave in graves if grave.manifest is not None}
+        needed: dict[Key, str] = {}
+        superseded = False
+        if whole:
+            try:
+                needed = needed_by(await self.shelf.look(self.backend), _facts(whole), self.held())
+                superseded = fresh and await self.is_superseded()
+            except EverstepError:
+                await self._put_back(whole.values())  # what cannot be seen may be there
+                raise
+            reach("rotate.looked", names.checkpoint_dir(*graves[0].found.place))
+        if superseded:
+            needed = {**dict.fromkeys(whole, "a newer incarnation writes the run"), **needed}
+        await self._put_back([whole[key] for key in needed])
+        self.report.kept += sorted(needed.items())
+        await self._delete([grave for grave in graves if grave.found.key not in needed])
+        return not superseded
+
+    async def _put_back(self, graves: Iterable[_Grave]) -> None:
+        """Publish the manifests again, as revisions above the tombstones: bases before what stands on them."""
+        for grave in sorted(graves, key=lambda grave: grave.found.key):
+            assert grave.manifest is not None
+            await _restore(self.backend, grave.manifest, grave.tombstone.number + 1)
+
+    async def _delete(self, graves: Sequence[_Grave]) -> None:
+        """Votes, images and states of all attempts below the tombstones, then the decisions below them; tombstones
+        that have stood long enough."""
+        attempts = [
+            (*grave.found.place, attempt)
+            for grave in graves
+            for attempt in grave.found.attempts
+            if attempt < grave.tombstone.number
+        ]
+        await delete_attempts(self.backend, attempts, self.report)
+        decisions = [
+            names.decision(*grave.found.place, number)
+            for grave in graves
+            for number in grave.found.decisions
+            if number < grave.tombstone.number
+        ]
+        if not graves:
+            return
+        directory = names.checkpoint_dir(*graves[0].found.place)
+        with writing(self.backend, directory):
+            await self.backend.delete(decisions)
+        reach("rotate.deleted.decisions", directory)
+        self.report.removed += [grave.found.key for grave in graves if grave.manifest is not None]
+        for grave in graves:
+            later = [attempt for attempt in grave.found.attempts if attempt > grave.tombstone.number]
+            if later or not self._is_old(grave.tombstone):
+                self.report.waiting.append(grave.found.key)
+                continue
+            directory = names.checkpoint_dir(*grave.found.place)
+            with writing(self.backend, directory):
+                await self.backend.discard_leftovers(await self.backend.leftovers(directory))
+                await self.backend.delete([names.decision(*grave.found.place, grave.tombstone.number)])
+            reach("rotate.deleted.tombstone", directory)
 
 
-async def _bury(backend: Backend, found: StepNames, reason: str) -> Tombstone | None:
-    number = max(found.decisions) + 1
-    tombstone = Tombstone(*found.place, number, reason, created=now())
-    stood = await publish_decision(backend, tombstone, number)
-    return tombstone if stood is None else None
+def _lots(steps: Sequence[StepNames]) -> Iterator[Sequence[StepNames]]:
+    for start in range(0, len(steps), TOGETHER_MAX):
+        yield steps[start : start + TOGETHER_MAX]
 
 
-async def _needed(backend: Backend, key: Key, known: dict[int, IncarnationRecord] | None) -> str | None:
-    """Why a checkpoint under a fresh tombstone must come back: by what incarnations say *now*, nothing newer
-    that counts is there to load instead of it, so that whoever adopted it (or will load next) needs it."""
-    records = await read_incarnations(backend, known)
-    lineage = Lineage(records)
-    if not lineage.counts(*key):
-        return None
-    for found in reversed(await list_steps(backend)):
-        if found.key == key:
-            break
-        if not lineage.counts(*found.key):
-            continue
-        with suppress(Damaged, UnknownFormat):  # what cannot be read cannot be loaded instead
-            if isinstance(await read_decision(backend, found), Manifest):
-                return None
+def _facts(graves: Mapping[Key, _Grave]) -> dict[Key, Facts]:
+    return {key: facts_of(grave.manifest) for key, grave in graves.items() if grave.manifest is not None}
+
+
+def needed_by(look: Look, buried: Mapping[Key, Facts], held: Collection[Key] = ()) -> dict[Key, str]:
+    """Which of the checkpoints under tombstones (of which all is there still) must come back, and why: those that are
+    pinned, or ``held``; what a delta stands on that is not among them, or may; the newest that counts, where nothing
+    newer can be loaded instead of it, so that whoever adopted it (or will load next) needs it; and the bases of all
+    these."""
+    standing = {key: facts for key, facts in look.facts.items() if key not in buried}
+    needed = {key: f"pinned: {look.pinned[key]}" for key in buried if key in look.pinned}
+    needed |= {key: "it is in use" for key in buried if key in held and key not in needed}
+    leaning = [(facts.parent, key) for key, facts in standing.items() if facts.parent is not None]
+    leaning += [(base, key) for base, key in look.leaning if key not in buried]
+    for base, key in leaning:
+        if base in buried:
+            needed.setdefault(base, f"step {key[1]} stands on it")
+    facts = {**standing, **buried}
+    newest = max((key for key in whole_chains(list(facts), facts) if look.lineage.counts(*key)), default=None)
+    if newest in buried and newest is not None:
+        needed.setdefault(newest, _nothing_newer(look, newest))
+    for key in list(needed):
+        at = key
+        while (parent := buried[at].parent) is not None and parent in buried and parent not in needed:
+            needed[parent] = f"step {at[1]} stands on it"
+            at = parent
+    return needed
+
+
+def _nothing_newer(look: Look, key: Key) -> str:
     adopters = [
-        record.number for record in records if (record.adopted_incarnation, record.adopted_step) == key
+        record.number for record in look.records if (record.adopted_incarnation, record.adopted_step) == key
     ]
     who = f"incarnation {adopters[-1]} adopted it" if adopters else "it is the newest that counts"
     return f"{who}, and nothing newer is complete"
@@ -215,122 +352,73 @@ async def _restore(backend: Backend, manifest: Manifest, number: int) -> None:
     )
 
 
-async def _finish(
-    backend: Backend,
-    found: StepNames,
-    tombstone: Tombstone,
-    report: RotationReport,
-    tombstone_wait_s: float,
-    clock: Callable[[], float],
-    known: dict[int, IncarnationRecord] | None,
-) -> None:
-    """Go on where an earlier rotation stopped. It may have stopped before it looked for dependents, but then
-    nothing was deleted yet."""
-    manifest = await _intact(backend, found, tombstone)
-    need = await _needed(backend, found.key, known) if manifest is not None else None
-    if manifest is not None and need is not None:
-        await _restore(backend, manifest, tombstone.number + 1)
-        report.kept.append((found.key, need))
-        return
-    await _delete_files(backend, found, tombstone, report)
-    if manifest is not None:
-        report.removed.append(found.key)
-    later = [attempt for attempt in found.attempts if attempt > tombstone.number]
-    if later or _age_s(tombstone.created, clock) < tombstone_wait_s:
-        report.waiting.append(found.key)
-        return
-    directory = names.checkpoint_dir(*found.place)
-    with writing(backend, directory):
-        await backend.discard_leftovers(await backend.leftovers(directory))
-        await backend.delete([names.decision(*found.place, tombstone.number)])
-    reach("rotate.deleted.tombstone", directory)
-
-
-async def _intact(backend: Backend, found: StepNames, tombstone: Tombstone) -> Manifest | None:
-    """The manifest below the tombstone if none of its votes was deleted yet (they go first)."""
-    for number in reversed([number for number in found.decisions if number < tombstone.number]):
-        try:
-            decision = await read_decision_at(backend, *found.place, number)
-        except (Damaged, UnknownFormat):
-            return None
-        if isinstance(decision, Manifest):
-            ranks = await voted_ranks(backend, *found.place, decision.attempt)
-            return decision if ranks == [record.rank for record in decision.ranks] else None
-    return None
-
-
-def _is_only_waiting(
-    found: StepNames, tombstone: Tombstone, wait_s: float, clock: Callable[[], float]
-) -> bool:
-    """Whether nothing is left but the tombstone, which still has to stand."""
-    alone = not found.attempts and found.decisions == (tombstone.number,)
-    return alone and _age_s(tombstone.created, clock) < wait_s
-
-
-def _age_s(created: str, clock: Callable[[], float]) -> float:
-    """Seconds since ``created``; 0 where that is no time: then the tombstone simply stays."""
-    try:
-        then = datetime.strptime(created, TIME_FORMAT).replace(tzinfo=timezone.utc)
-    except ValueError:
-        return 0.0
-    return clock() - then.timestamp()
-
-
-async def _delete_files(
-    backend: Backend, found: StepNames, tombstone: Tombstone, report: RotationReport
-) -> None:
-    """Votes, images and states of all attempts below the tombstone, then the decisions below it."""
-    directory = names.checkpoint_dir(*found.place)
-    attempts = [attempt for attempt in found.attempts if attempt < tombstone.number]
-    for attempt in attempts:
-        await delete_attempt(backend, found.place, attempt, report)
-    decisions = [number for number in found.decisions if number < tombstone.number]
-    with writing(backend, directory):
-        await backend.delete([names.decision(*found.place, number) for number in decisions])
-    reach("rotate.deleted.decisions", directory)
-
-
 async def delete_attempt(
     backend: Backend, place: tuple[int, int], attempt: int, report: RotationReport
 ) -> None:
     """Everything in the attempt's directory that is ours; votes first. ``place`` is (step, incarnation). For attempts
     that can count no more."""
-    directory = names.attempt_dir(*place, attempt)
-    votes: list[Item] = []
-    others: list[Item] = []
+    await delete_attempts(backend, [(*place, attempt)], report)
+
+
+async def delete_attempts(
+    backend: Backend, attempts: Sequence[tuple[int, int, int]], report: RotationReport
+) -> None:
+    """As :func:`delete_attempt`, of several (step, incarnation, attempt): the votes of all, then all else."""
+    if not attempts:
+        return
+    listed = await each(attempts, lambda attempt: _list_attempt(backend, attempt))
+    first = names.attempt_dir(*attempts[0])
+    temporaries = [item for one in listed for item in one.temporaries]
+    # A crash leaves empty directories: asking to delete a name in one, which is not there, removes it.
+    empty = [names.vote(*one.place, 0) for one in listed if not (one.votes or one.others or one.temporaries)]
+    with writing(backend, first):
+        await backend.delete([item.name for one in listed for item in one.votes])
+        reach("rotate.deleted.votes", first)
+        await backend.delete([item.name for one in listed for item in one.others])
+        reach("rotate.deleted.images", first)
+        await backend.discard_leftovers(temporaries)
+        await backend.delete(empty)
+    report.foreign += [name for one in listed for name in one.foreign]
+    gone = [item for one in listed for item in (*one.votes, *one.others)]
+    report.freed_bytes += sum(item.nbytes for item in (*gone, *temporaries))
+
+
+@dataclass(slots=True)
+class _Listed:
+    """What lies in an attempt's directory."""
+
+    place: tuple[int, int, int]
+    votes: list[Item] = field(default_factory=list)
+    others: list[Item] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+    temporaries: list[Item] = field(default_factory=list)
+
+
+async def _list_attempt(backend: Backend, place: tuple[int, int, int]) -> _Listed:
+    directory = names.attempt_dir(*place)
+    found = _Listed(place)
     with reading(backend, directory):
         async for item in backend.list(directory):
             parsed = names.parse(item.name)
             if parsed is None:
-                report.foreign.append(item.name)
+                found.foreign.append(item.name)
             else:
-                (votes if parsed.kind is names.Kind.VOTE else others).append(item)
-        temporaries = await backend.leftovers(directory)
-    with writing(backend, directory):
-        await backend.delete([item.name for item in votes])
-        reach("rotate.deleted.votes", directory)
-        await backend.delete([item.name for item in others])
-        reach("rotate.deleted.images", directory)
-        await backend.discard_leftovers(temporaries)
-        if not (votes or others or temporaries):  # an empty directory, which a crash left: this removes it
-            await backend.delete([names.vote(*place, attempt, 0)])
-    report.freed_bytes += sum(item.nbytes for item in (*votes, *others, *temporaries))
+                (found.votes if parsed.kind is names.Kind.VOTE else found.others).append(item)
+        found.temporaries = await backend.leftovers(directory)
+    return found
 
 
 async def _collect(
     backend: Backend,
-    steps: Iterable[StepNames],
-    standing: dict[Key, Manifest | Tombstone | None],
+    standing: Mapping[StepNames, Seen],
     keep: set[Key],
     is_gone: Callable[[int], bool],
     report: RotationReport,
 ) -> None:
     """Remove attempts that were given up, and give up those whose writer is gone."""
-    newest = max(
-        keep | {key for key, decision in standing.items() if isinstance(decision, Manifest)}, default=None
-    )
-    for found in steps:
-        if isinstance(standing[found.key], Tombstone):
+    newest = max(keep | {found.key for found, seen in standing.items() if seen.stands}, default=None)
+    for found, seen in standing.items():
+        if seen.tombstone is not None or (seen.stands and found.attempts == (seen.attempt,)):
             continue
         past = newest is not None and found.key < newest
         gone = is_gone(found.incarnation)
@@ -342,22 +430,23 @@ async def _collect(
         undecided = False
         for attempt in found.attempts:
             decision = await _decision_of(backend, found, attempt)
-            if attempt not in found.decisions and (gone or past):
+            # Above a manifest it may be a full in the making, which takes its time.
+            left = past and not seen.stands
+            if attempt not in found.decisions and (gone or left):
                 directory = names.attempt_dir(*found.place, attempt)
                 if await _drop_empty(backend, directory, names.vote(*found.place, attempt, 0), report):
                     continue
                 undecided = True
                 if gone:
                     decision = await _give_up(backend, found, attempt, report)
-            counting = standing[found.key]
             against = isinstance(decision, Abort) or (
-                decision is not None and isinstance(counting, Manifest) and counting.attempt != attempt
+                decision is not None and seen.stands and seen.attempt != attempt
             )
             if against and (gone or past or attempt < max(found.decisions, default=0)):
                 await delete_attempt(backend, found.place, attempt, report)
                 report.collected.append((found.key, attempt))
         # An abort record that was only just made stays: a late commit of that attempt must find it.
-        if gone and standing[found.key] is None and not undecided:
+        if gone and not seen.stands and not undecided:
             await _forget(backend, found)
 
 

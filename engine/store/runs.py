@@ -14,7 +14,7 @@ from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError, Conflict, NotFound, Permanent
 from everstep.errors import CannotTell, Damaged, NotARun, SaveFailed
 from everstep.format import names
-from everstep.format.constants import FORMAT_VERSION, HASH_ID
+from everstep.format.constants import FORMAT_VERSION, HASH_ID, TIME_FORMAT
 from everstep.format.records import (
     IncarnationRecord,
     RunRecord,
@@ -31,9 +31,6 @@ ADD_TRIES_MAX = 16
 
 FOUND_NAMES_MAX = 5
 """Entries of a foreign directory that an error names."""
-
-
-TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
 
 def now() -> str:

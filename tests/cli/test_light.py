@@ -7,7 +7,20 @@ from pathlib import Path
 import pytest
 from cli_kit import everstep
 
-COMMANDS = ["ls", "show", "status", "plan-memory", "fsck", "copy", "gc", "clean-memory", "demo", "bench"]
+COMMANDS = [
+    "ls",
+    "show",
+    "status",
+    "plan-memory",
+    "fsck",
+    "copy",
+    "prune",
+    "pin",
+    "unpin",
+    "gc",
+    "clean-memory",
+]
+COMMANDS += ["demo", "bench"]
 HELP_CPU_S_MAX = 0.3
 
 

@@ -99,6 +99,7 @@ KILLS = [
     Kill("link.before", f"{REMOVED}/manifest-2", (2, 4, 6)),
     Kill("link.after", f"{REMOVED}/manifest-2", (4, 6)),
     Kill("rotate.tombstoned", REMOVED, (4, 6)),
+    Kill("rotate.looked", REMOVED, (4, 6)),
     Kill("unlink.before", f"{REMOVED}/a1/rank-00000.vote", (4, 6)),
     Kill("unlink.after", f"{REMOVED}/a1/rank-00000.vote", (4, 6)),
     Kill("rotate.deleted.votes", REMOVED, (4, 6)),
@@ -115,6 +116,7 @@ _S3 = "an upload by parts: tests/s3/test_run_life.py"
 _MIRROR = "a copy to another place: tests/mirror/test_crash.py"
 _PEERS = "between agents of several nodes: tests/peers and tests/nodes"
 ELSEWHERE = {
+    "pin.published": "an operator's or reader's: tests/shelves/test_pins.py",
     "rotate.deleted.tombstone": "a tombstone stays for an hour: tests/store/test_crash.py",
     "keeper.begun": _PEERS,
     "keeper.grown": _PEERS,

@@ -63,6 +63,7 @@ def example_names() -> str:
         names.state(12000, 3, 1, 0),
         names.events("node-a.4242"),
         names.beacon("0123456789abcdef"),
+        names.pin(names.pin_id(12000, 3, "5f0c9a1e")),
     ]
     return "\n".join(found)
 

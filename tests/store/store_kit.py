@@ -14,14 +14,14 @@ from everstep.format.manifest import Manifest
 from everstep.format.records import IncarnationRecord, RunRecord, Writer
 from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote
 from everstep.memory.errors import SlotGone
-from everstep.plan.lineage import Lineage
 from everstep.plan.reads import plan_reads
-from everstep.plan.retention import Retention, RetentionPlan, plan_retention
+from everstep.plan.retention import Retention, RetentionPlan
 from everstep.store.catalog import list_steps, read_decision
 from everstep.store.commit import next_attempt, try_commit
 from everstep.store.fill import FillReport, fill
 from everstep.store.flush import FlushJob, flush_rank, write_meta
 from everstep.store.runs import add_incarnation, create_run, open_run, read_incarnations
+from everstep.store.shelf import Shelf
 from everstep.store.sources import DurableSource
 
 CHUNK = 4096
@@ -217,12 +217,7 @@ async def save(
 
 
 async def plan_for(backend: Backend, keep_last: int = 1) -> RetentionPlan:
-    records = await read_incarnations(backend)
-    keys = []
-    for found in await list_steps(backend):
-        if isinstance(await read_decision(backend, found), Manifest):
-            keys.append(found.key)
-    return plan_retention(keys, Retention(keep_last), Lineage(records))
+    return (await Shelf().look(backend)).plan(Retention(keep_last))
 
 
 async def not_superseded() -> bool:

@@ -46,6 +46,7 @@ NAMED = [
     ("link.before", "000000001/0001/manifest-2", BOTH),
     ("link.after", "000000001/0001/manifest-2", NEW),
     ("rotate.tombstoned", "", NEW),
+    ("rotate.looked", "", NEW),
     ("unlink.after", "000000001/0001/a1/rank-00000.vote", NEW),
     ("rotate.deleted.votes", "", NEW),
     ("rotate.deleted.images", "", NEW),

@@ -15,10 +15,11 @@ from everstep.format import names
 from everstep.format.manifest import Manifest
 from everstep.format.vote import STATE_IMAGE
 from everstep.store import catalog
-from everstep.store.catalog import StepNames, list_step, list_steps, look_at, read_decision, voted
+from everstep.store.catalog import StepNames, list_step, list_steps, look_at, voted
 from everstep.store.commit import try_commit
 from everstep.store.rotate import rotate
 from everstep.store.runs import add_incarnation, read_incarnations
+from everstep.store.shelf import Shelf
 from everstep.store.sources import DurableSource
 
 from tests.store import store_kit as kit
@@ -112,18 +113,15 @@ def test_a_tombstone_that_only_waits_is_not_asked_after(tmp_path: Path) -> None:
         plan = await kit.plan_for(backend, 1)
         report = await rotate(backend, plan, is_superseded=kit.not_superseded)
         assert report.removed == [(1, 1), (1, 2)]
-        buried = {}
-        for found in await list_steps(backend):
-            decision = await read_decision(backend, found)
-            if not isinstance(decision, Manifest):
-                buried[found] = decision
-        assert len(buried) == 2
+        shelf = Shelf()
+        seen = (await shelf.look(backend)).seen
+        assert len([one for one in seen.values() if one.tombstone is not None]) == 2
         backend.reset()
         again = await rotate(
             backend,
             plan,
             is_superseded=kit.not_superseded,
-            tombstones=buried,  # type: ignore[arg-type]
+            shelf=shelf,
         )
         assert again.waiting == [(1, 1), (1, 2)] and not again.removed
         assert backend.operations["list"] == backend.operations.total() == 1
@@ -131,7 +129,7 @@ def test_a_tombstone_that_only_waits_is_not_asked_after(tmp_path: Path) -> None:
             backend,
             plan,
             is_superseded=kit.not_superseded,
-            tombstones=buried,  # type: ignore[arg-type]
+            shelf=shelf,
             tombstone_wait_s=0.0,
         )
         assert late.waiting == [] and [one.key for one in await list_steps(backend)] == [(1, 3)]

@@ -58,8 +58,8 @@ def test_the_order_is_tombstone_votes_images_decisions(tmp_path: Path) -> None:
         points.hook = hook
         report = await rotate_to(backend)
         votes = seen.index("rotate.deleted.votes")
-        assert seen[0] == "rotate.tombstoned"
-        assert sorted(seen[1:votes]) == ["rank-00000.vote", "rank-00001.vote"]
+        assert seen[:2] == ["rotate.tombstoned", "rotate.looked"]
+        assert sorted(seen[2:votes]) == ["rank-00000.vote", "rank-00001.vote"]
         assert all(name.endswith((".safetensors", ".msgpack")) for name in seen[votes + 1 : -3])
         assert seen[-3:] == ["rotate.deleted.images", "manifest-1.json", "rotate.deleted.decisions"]
         assert report.removed == report.waiting == [(1, 1)] and report.freed_bytes > 20_000

@@ -1,0 +1,323 @@
+"""Synthetic fulls: durable deltas that are made fulls in the background, so that chains stay short without the trainer.
+
+A delta that is to be merged says so from the beginning, on all ranks, and the journal remembers it when the delta is
+durable. Each agent writes the shares of its own ranks, from the nearest holder, as the attempt behind the delta's: no
+node has to read, or send, what others wrote. The attempt is committed as any other, or given up by an abort record, so
+that all nodes give up the same; there is one try for each delta, and another delta is merged where it came to nothing.
+What counts meanwhile is the delta. It is done at the urgency of mirrors, and not at all while a trainer loads.
+Everything here runs on the agent's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from everstep.backends.api import Backend, Notes
+from everstep.backends.errors import BackendError
+from everstep.backends.limit import Limit
+from everstep.backends.points import reach
+from everstep.errors import EverstepError, Pruned, SaveAbandoned, StorageFull
+from everstep.format import names
+from everstep.format.manifest import Abort, Manifest
+from everstep.format.records import RunRecord
+from everstep.plan.chains import FULL
+from everstep.store.catalog import look_at, read_decision_at, require_standing
+from everstep.store.commit import abort_attempt, try_commit
+from everstep.store.flush import FlushJob
+from everstep.store.merge import merge_rank
+
+from .basing import rank_source
+from .journal import JobEntry, MergeEntry
+from .storage import Fence, in_our_words, may_pass, patiently
+from .values import Progress
+from .verdict import GIVEN_UP, error_of
+
+log = logging.getLogger("everstep.agent")
+
+WAITING_MAX = 2
+"""Deltas that wait behind the one that is being merged; of more, the oldest is given up."""
+THREADS = 2
+"""That hash what passes through."""
+TRIES_MAX = 5
+"""Of one merge, where storage fails; then it is given up."""
+PAUSE_S = 5.0
+"""Between tries."""
+POLL_FIRST_S = 0.05
+POLL_MAX_S = 5.0
+"""Between looks whether the other nodes' shares are there."""
+WAIT_S = 3600.0
+"""For the next share of another node. It may be slow, for this goes behind all else."""
+LOOK_S = 0.25
+"""Between looks whether a trainer still loads."""
+
+Key = tuple[int, int]
+
+
+class Owner(Protocol):
+    """What merging needs of the service around it."""
+
+    def report(self, progress: Progress) -> None: ...
+
+    def rotate(self, incarnation: int) -> None: ...
+
+    async def merged(self, entry: MergeEntry, manifest: Manifest | None) -> None:
+        """It is over; with ``manifest`` the checkpoint is a full, which its further tiers are owed."""
+        ...
+
+    def notes(self, entry: MergeEntry, name: str) -> Notes: ...
+
+    def is_recovering(self) -> bool:
+        """Whether a trainer of this node loads."""
+        ...
+
+    @property
+    def near(self) -> Backend | None:
+        """The node's own tier."""
+        ...
+
+
+class Quiet:
+    """A gate that is shut while a trainer loads; then ``inner`` lets through what it does."""
+
+    def __init__(self, owner: Owner, inner: Limit) -> None:
+        self._owner = owner
+        self._inner = inner
+
+    @property
+    def nbytes_max(self) -> int:
+        return self._inner.nbytes_max
+
+    async def take(self, nbytes: int) -> None:
+        await quiet(self._owner)
+        await self._inner.take(nbytes)
+
+
+async def quiet(owner: Owner) -> None:
+    """Until no trainer of this node loads."""
+    while owner.is_recovering():
+        await asyncio.sleep(LOOK_S)
+
+
+class Merges:
+    """One agent's. ``backend`` is the root, by a gate of its own."""
+
+    def __init__(self, owner: Owner, backend: Backend, run: RunRecord, fence: Fence) -> None:
+        self._owner = owner
+        self._backend = backend
+        self._run = run
+        self._fence = fence
+        self._waiting: deque[MergeEntry] = deque()
+        self._now: MergeEntry | None = None
+        self._wake = asyncio.Event()
+        self._dropping: set[asyncio.Task[None]] = set()
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="everstep-merge")
+        self._task = asyncio.ensure_future(self._work())
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._now or self._dropping)
+
+    def owed(self) -> set[Key]:
+        """(incarnation, step) of what is merged, or will be: it stays."""
+        return {(entry.incarnation, entry.step) for entry in self._all()}
+
+    def status(self) -> list[int]:
+        """Steps that are to be made fulls."""
+        return [entry.step for entry in self._all()]
+
+    def _all(self) -> list[MergeEntry]:
+        return [*([self._now] if self._now is not None else []), *self._waiting]
+
+    def owe(self, entries: Sequence[MergeEntry]) -> None:
+        for entry in entries:
+            if entry.key not in [known.key for known in self._all()]:
+                self._waiting.append(entry)
+        while len(self._waiting) > WAITING_MAX:
+            task = asyncio.ensure_future(self._drop(self._waiting.popleft()))
+            self._dropping.add(task)
+            task.add_done_callback(self._dropping.discard)
+        self._wake.set()
+
+    def rest(self) -> list[MergeEntry]:
+        """What is left."""
+        return self._all()
+
+    async def close(self) -> None:
+        """Stop; what is left is in the journal."""
+        for task in (self._task, *self._dropping):
+            task.cancel()
+        await asyncio.gather(self._task, *self._dropping, return_exceptions=True)
+        self._pool.shutdown()
+        await self._backend.close()
+
+    async def _work(self) -> None:
+        while True:
+            while not self._waiting:
+                self._wake.clear()
+                await self._wake.wait()
+            self._now = self._waiting.popleft()
+            await self._see_through(self._now)
+            self._now = None
+
+    # -- one after the other
+
+    async def _see_through(self, entry: MergeEntry) -> None:
+        began = time.monotonic()
+        for left in range(TRIES_MAX - 1, -1, -1):
+            try:
+                await self._end(entry, began, await self._merge(entry))
+                return
+            except Exception as error:
+                if not isinstance(error, (BackendError, EverstepError, OSError)):
+                    log.error("step %d: merging failed unexpectedly", entry.step, exc_info=error)
+                words = in_our_words(error, step=entry.step, rank=None, tier=self._backend.url)
+                if left == 0 or not may_pass(error):
+                    await self._give_up(entry, began, words)
+                    return
+                log.warning("step %d could not be made a full: %s", entry.step, words)
+            await asyncio.sleep(PAUSE_S * random.uniform(0.5, 1.0))
+
+    async def _merge(self, entry: MergeEntry) -> Manifest | Abort:
+        """The decision on the attempt. Pruned: the checkpoint is not there any more."""
+        await quiet(self._owner)
+        place = entry.step, entry.incarnation
+        standing = await patiently(lambda: require_standing(self._backend, *place))
+        if standing.kind == FULL:
+            return standing
+        decided = await patiently(lambda: read_decision_at(self._backend, *place, entry.attempt))
+        if isinstance(decided, Abort):
+            return decided
+        if decided is not None:
+            reason = f"attempt {entry.attempt} was taken by another decision"
+            return Abort(*place, entry.attempt, reason)
+        reach("merge.begun", str(entry.step))
+        for rank in entry.ranks:
+            await quiet(self._owner)
+            await self._rank(entry, rank)
+            reach("merge.voted", str(entry.step))
+        return await self._conclude(entry)
+
+    async def _rank(self, entry: MergeEntry, rank: int) -> None:
+        key = entry.incarnation, entry.step
+        source = await rank_source(key, rank, self._backend, self._owner.near, self._run)
+        work = FlushJob(entry.step, entry.incarnation, entry.attempt, rank, entry.world)
+        await patiently(
+            lambda: merge_rank(
+                self._backend,
+                work,
+                source,
+                run=self._run,
+                pool=self._pool,
+                notes=functools.partial(self._owner.notes, entry),
+            )
+        )
+
+    async def _conclude(self, entry: MergeEntry) -> Manifest | Abort:
+        """Commit, once all nodes' shares are there."""
+        place = entry.step, entry.incarnation, entry.attempt
+        seen: tuple[int, ...] = ()
+        since, pause = time.monotonic(), POLL_FIRST_S
+        while True:
+            standing = await patiently(lambda: look_at(self._backend, *place))
+            decision = await patiently(
+                functools.partial(
+                    try_commit,
+                    self._backend,
+                    *place,
+                    entry.world,
+                    standing=standing,
+                    known=self._fence.known,
+                )
+            )
+            if decision is not None:
+                reach("merge.decided", str(entry.step))
+                return decision
+            if standing.ranks != seen:
+                seen, since, pause = standing.ranks, time.monotonic(), POLL_FIRST_S
+            elif time.monotonic() - since > WAIT_S:
+                missing = sorted(set(range(entry.world)) - set(seen))
+                reason = f"{GIVEN_UP}the shares of ranks {missing} did not come within {WAIT_S:g} s"
+                return await abort_attempt(self._backend, *place, reason=reason)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, POLL_MAX_S)
+
+    # -- ends
+
+    async def _drop(self, entry: MergeEntry) -> None:
+        why = f"step {entry.step} stays a delta: newer ones are to be made fulls"
+        await self._give_up(entry, time.monotonic(), SaveAbandoned(why, step=entry.step))
+
+    async def _give_up(self, entry: MergeEntry, began: float, error: EverstepError) -> None:
+        """For all nodes, unless it is a full already."""
+        place = entry.step, entry.incarnation, entry.attempt
+        reason = f"{GIVEN_UP}{error}"
+        decision: Manifest | Abort = Abort(*place, reason)
+        try:
+            if not isinstance(error, Pruned):
+                decision = await abort_attempt(self._backend, *place, reason=reason)
+        except (BackendError, EverstepError) as second:
+            log.warning("step %d: the abort record could not be written: %s", entry.step, second)
+        if isinstance(decision, Abort) and isinstance(error, StorageFull):
+            await self._sweep(names.attempt_dir(*place))
+        await self._end(entry, began, decision, error)
+
+    async def _sweep(self, directory: str) -> None:
+        try:
+            await self._backend.delete([item.name async for item in self._backend.list(directory)])
+        except BackendError as error:
+            log.warning("%s could not be removed: %s", directory, error)
+
+    async def _end(
+        self,
+        entry: MergeEntry,
+        began: float,
+        decision: Manifest | Abort,
+        error: EverstepError | None = None,
+    ) -> None:
+        full = decision if isinstance(decision, Manifest) and decision.kind == FULL else None
+        wire = None
+        if full is None:
+            words = error or error_of(decision, self._backend.url)
+            log.warning("step %d stays a delta: %s", entry.step, words)
+            wire = words.to_wire()
+        # Told first: what is forgotten, and was not told, nobody would hear of.
+        self._owner.report(
+            Progress(
+                entry.step,
+                entry.incarnation,
+                entry.attempt,
+                self._backend.url,
+                "unmerged" if full is None else "merged",
+                wire,
+                time.monotonic() - began,
+                kind="" if full is None else FULL,
+            )
+        )
+        reach("merge.told", str(entry.step))
+        await self._owner.merged(entry, full)
+        reach("merge.settled", str(entry.step))
+        if full is not None:
+            self._owner.rotate(entry.incarnation)
+
+
+def merge_of(entries: Sequence[JobEntry], manifest: Manifest) -> MergeEntry | None:
+    """What this node owes of a checkpoint that its jobs made and that is to be a full; None if it need not be."""
+    if manifest.kind == FULL or not any(entry.merge for entry in entries):
+        return None
+    return MergeEntry(
+        entries[0].run_id,
+        manifest.incarnation,
+        manifest.step,
+        manifest.attempt + 1,
+        manifest.world,
+        tuple(sorted(entry.rank for entry in entries)),
+        tuple(dict.fromkeys(tier for entry in entries for tier in entry.tiers)),
+    )

@@ -1,0 +1,150 @@
+"""Which durable checkpoints stand on which: the base of the next delta, and which delta is to be made a full."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from ..errors import Damaged
+
+Key = tuple[int, int]
+"""A checkpoint: (incarnation, step)."""
+
+Kind = Literal["full", "delta"]
+FULL: Kind = "full"
+DELTA: Kind = "delta"
+
+DeltaBase = Literal["full", "previous"]
+DELTA_BASES: tuple[DeltaBase, ...] = ("full", "previous")
+
+MAX_CHAIN_MAX = 32
+"""A farther tier may be behind by one merge, which makes its chains up to twice as long: half of what can be read."""
+
+KNOWN_MAX = 256
+"""Checkpoints that are remembered, the newest ones; many more than a chain has."""
+
+NONE_DURABLE: Mapping[Key, Key | None] = MappingProxyType({})
+
+
+class Delta(NamedTuple):
+    """What a delta stands on, and whether it is to be merged into a full once it is durable."""
+
+    base: Key
+    merge: bool
+
+
+class _Place(NamedTuple):
+    depth: int
+    full: Key
+
+
+class Chains:
+    """Kept by the one rank that decides. A checkpoint's *depth* is how many deltas lie between it and its full, itself
+    included; a full has none."""
+
+    def __init__(
+        self, base: DeltaBase, max_chain: int, durable: Mapping[Key, Key | None] = NONE_DURABLE
+    ) -> None:
+        """``durable`` are the checkpoints that count, with their bases (None: a full)."""
+        self._previous = base == "previous"
+        self._max = max_chain
+        self._known: dict[Key, _Place] = {}
+        self._asked: dict[Key, int] = {}
+        """By full, how often a delta that stands on it was to be merged."""
+        self._merging: dict[int, Key] = {}
+        """By step of a delta that is to be merged, the full."""
+        self._decided: dict[int, Key] = {}
+        """By step of a delta that is not durable yet, the full."""
+        self._spoilt = False
+        for key in sorted(durable, key=_age):
+            self.add(key, durable[key])
+
+    def add(self, key: Key, base: Key | None) -> None:
+        """``key`` is durable now and stands on ``base``; None: it is a full, from the beginning or merged."""
+        self._decided = {step: full for step, full in self._decided.items() if step > key[1]}
+        if base is None:
+            self._known[key] = _Place(0, key)
+            self._spoilt = False
+            self._merging.pop(key[1], None)
+        else:
+            # Of a base that nobody knows it cannot be told how much is below.
+            below = self._known.get(base, _Place(self._max, base))
+            self._known.setdefault(key, _Place(below.depth + 1, below.full))
+        for old in sorted(self._known, key=_age)[:-KNOWN_MAX]:
+            del self._known[old]
+        self._asked = {full: count for full, count in self._asked.items() if full in self._known}
+
+    def knows(self, key: Key) -> bool:
+        """Whether it was told of that checkpoint."""
+        return key in self._known
+
+    def lost(self, step: int) -> None:
+        """The flush of ``step``, or its merging, came to nothing: if it was to be merged, another one is."""
+        self._decided.pop(step, None)
+        full = self._merging.pop(step, None)
+        if full is not None and full in self._asked:
+            self._asked[full] -= 1
+
+    def spoil(self) -> None:
+        """A delta could not be stored as one: until there is another full none is tried."""
+        self._spoilt = True
+
+    @property
+    def newest_full(self) -> Key | None:
+        return max([key for key, place in self._known.items() if not place.depth], key=_age, default=None)
+
+    def base(self) -> Key | None:
+        """What a delta would stand on now: the newest full, or the newest checkpoint whose chain is short enough. None:
+        a full is due."""
+        if self._spoilt:
+            return None
+        most = self._max - 1 if self._previous else 0
+        usable = [key for key, place in self._known.items() if place.depth <= most]
+        return max(usable, key=_age, default=None)
+
+    def delta(self, step: int) -> Delta | None:
+        """The delta that is decided for ``step``; None where a full is due. Once ``max_chain`` stand on the same full
+        one is to be merged; where nothing is heard of that, another one when there are twice as many."""
+        base = self.base()
+        if base is None:
+            return None
+        full = self._known[base].full
+        asked = self._asked.get(full, 0)
+        deltas = [place.full for place in self._known.values() if place.depth]
+        self._decided[step] = full
+        merge = [*deltas, *self._decided.values()].count(full) >= self._max << asked
+        if merge:
+            self._asked[full] = asked + 1
+            self._merging[step] = full
+            while len(self._merging) > KNOWN_MAX:
+                del self._merging[next(iter(self._merging))]
+        return Delta(base, merge)
+
+
+def next_bases(parents: Mapping[Key, Key | None]) -> set[Key]:
+    """What deltas that are decided may stand on, though it may be older than all that retention keeps: the newest full,
+    and as long as nothing stands on that, the full before it."""
+    fulls = sorted([key for key, parent in parents.items() if parent is None], key=_age)
+    return set(fulls[-1:] if fulls and fulls[-1] in parents.values() else fulls[-2:])
+
+
+def chain_of(key: Key, parents: Mapping[Key, Key | None]) -> list[Key]:
+    """What ``key`` needs to be loaded: its base, that one's, and so on, the nearest first; ends where ``parents`` does.
+    Raises Damaged where it leads back to itself."""
+    found: list[Key] = []
+    below = parents.get(key)
+    while below is not None:
+        if below in found or below == key:
+            raise Damaged(
+                f"the chain of step {key[1]} leads back to step {below[1]}",
+                found=f"incarnation {below[0]}",
+                step=key[1],
+            )
+        found.append(below)
+        below = parents.get(below)
+    return found
+
+
+def _age(key: Key) -> tuple[int, int]:
+    return key[1], key[0]

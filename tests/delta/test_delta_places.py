@@ -1,0 +1,117 @@
+"""Deltas of several ranks and nodes, on further tiers, and through the node's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import everstep
+import pytest
+import torch
+
+from tests.facade.kit import forget_memory, torchrun, until
+
+from .runs_kit import Adapter, chain, deltas, is_bit_equal, merged, stands
+
+JOB = """
+from tests.delta.runs_kit import *
+rank = int(os.environ["RANK"])
+work = Adapter(rank)
+os.environ["EVERSTEP_RUNTIME_DIR"] += f"-{rank}"
+ckpt = deltas(root, agent=sys.argv[2], full_every=None, max_chain=3, node=f"node-{rank}")
+def at(step):
+    rows = torch.arange(8.0).reshape(4, 2) + 100 * rank + step
+    return {**work.at(step), "shared": {"rows": everstep.Shards((8, 2), [((4 * rank, 0), (4, 2))], [rows])}}
+ckpt.load(at(0))
+for step in range(1, 9):
+    ckpt.step(step, at(step)).wait()
+until(lambda: any(one.attempt == 2 for one in stands(root).values()), "a delta is made a full")
+ckpt.step(9, at(9)).wait()
+ckpt.close()
+"""
+
+AGAIN = """
+from tests.delta.runs_kit import *
+rank = int(os.environ["RANK"])
+work = Adapter()
+ckpt = deltas(root, full_every=None, agent="inline")
+def at(step):
+    rows = torch.zeros(2, 2)
+    return {"shared": {"rows": everstep.Shards((8, 2), [((2 * rank, 0), (2, 2))], [rows])}, "rest": work.at(step)}
+state = at(0)
+assert ckpt.load(state, allow={"ranks", "rng", "missing", "unexpected"}) == 9
+found = state["shared"]["rows"].tensors[0]
+half = rank // 2
+assert torch.equal(found, torch.arange(8.0).reshape(4, 2)[2 * (rank % 2) :][:2] + 100 * half + 9), found
+ckpt.step(10, state).wait()
+ckpt.close()
+"""
+
+
+@pytest.mark.parametrize("agent", ["inline", pytest.param("process", marks=pytest.mark.long)])
+def test_each_node_merges_what_its_ranks_wrote(root: Path, agent: str) -> None:
+    torchrun(JOB, root, agent)
+    there = stands(root)
+    full = next(step for step, one in there.items() if one.attempt == 2)
+    assert there[full][:2] == ("full", None) and there[9].kind == "delta"
+    votes = (root / "checkpoints" / f"{full:09d}").glob("*/a2/*.vote")
+    assert sorted(vote.name for vote in votes) == ["rank-00000.vote", "rank-00001.vote"]
+    forget_memory(root)
+    for step in (full, 9):
+        whole = everstep.load(root, step=step, parts=["shared"])["shared"]["rows"]
+        halves = [torch.arange(8.0).reshape(4, 2) + 100 * rank + step for rank in range(2)]
+        assert torch.equal(whole, torch.cat(halves)), step
+    if agent == "process":
+        torchrun(AGAIN, root, ranks=4)  # of another number of ranks no delta is made
+        assert stands(root)[10].kind == "full"
+
+
+def test_a_delta_takes_its_chain_to_a_further_tier(root: Path, tmp_path: Path) -> None:
+    far = tmp_path / "far"
+    work = Adapter()
+    tiers = [everstep.Tier(far, name="far", every=4, keep_last=1000, rate=None)]
+    ckpt = deltas(root, tiers=tiers, full_every=None, delta_base="previous")
+    ckpt.load(work.at(0))
+    for step in range(1, 10):
+        ckpt.step(step, work.at(step)).wait("far" if step % 4 == 1 else None)
+    there = stands(far)
+    assert there[9].kind == "delta" and set(chain(far, 9)) <= set(there)
+    ckpt.close()
+    assert is_bit_equal(far, 9, work) and is_bit_equal(far, 5, work)
+    assert set(there) == {1, *chain(far, 9), *chain(far, 5)}  # nothing but what is needed
+
+
+def test_a_merged_full_goes_where_the_delta_went(root: Path, tmp_path: Path) -> None:
+    far = tmp_path / "far"
+    work = Adapter()
+    tiers = [everstep.Tier(far, name="far", keep_last=1000, rate=None)]
+    ckpt = deltas(root, tiers=tiers, full_every=None, max_chain=2)
+    ckpt.load(work.at(0))
+    for step in range(1, 10):
+        ckpt.step(step, work.at(step)).wait("far")
+        until(lambda: not ckpt.status()["agent"]["merging"], "nothing is being merged")
+    full = next(step for step, one in stands(root).items() if one.attempt == 2)
+    merged(far, full)
+    until(lambda: not ckpt.status()["tiers"][0]["owed"], "nothing is owed")
+    ckpt.close()
+    assert all(len(chain(far, step)) <= 2 for step in stands(far))
+    assert all(is_bit_equal(far, step, work) for step in (full, 9))
+
+
+def test_through_the_nodes_own_tier(root: Path, tmp_path: Path) -> None:
+    near = tmp_path / "near"
+    work = Adapter()
+    ckpt = deltas(root, tiers=[everstep.Tier(near, scope="node")], full_every=None, max_chain=3)
+    ckpt.load(work.at(0))
+    for step in range(1, 12):
+        ckpt.step(step, work.at(step)).wait()
+        until(lambda: not ckpt.status()["agent"]["merging"], "nothing is being merged")
+    ckpt.close()
+    there = stands(root)
+    assert there[10].kind == "delta" and any(one.attempt == 2 for one in there.values())
+    assert list(near.glob("checkpoints/*/*/*/*.packed"))
+    assert all(is_bit_equal(root, step, work) for step in there)
+    forget_memory(root)
+    again = deltas(root, tiers=[everstep.Tier(near, scope="node")], full_every=None)
+    state = Adapter().at(0)
+    assert again.load(state) == 11 and work.is_at(11, state)
+    again.close()

@@ -1,0 +1,186 @@
+"""Runs whose flushes are deltas, through the public face: what is written and loaded, and how chains stay short."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import everstep
+import pytest
+import torch
+from everstep.errors import Damaged
+
+from tests.facade.kit import forget_memory, steps_on_disk, until
+
+from .runs_kit import FROZEN, Adapter, chain, deltas, events, is_bit_equal, merged, stands, train
+
+
+def test_deltas_are_flushed_by_the_schedule_and_loaded_bit_by_bit(root: Path) -> None:
+    work = Adapter()
+    ckpt = deltas(root, full_every=10, delta_every=2)
+    ckpt.load(work.at(0))
+    train(ckpt, work, range(1, 15))
+    ckpt.close()
+    found = stands(root)
+    fulls = [step for step, one in found.items() if one.kind == "full"]
+    assert fulls[0] == 1 and 10 in fulls and all(found[step].kind == "delta" for step in (4, 6, 8, 12))
+    assert [found[step].base for step in (6, 8, 14)] == [1 if 2 not in fulls else 2] * 2 + [10]
+    for step in found:
+        assert is_bit_equal(root, step, work), step
+    forget_memory(root)
+    again = Adapter()
+    again.at(0)
+    with deltas(root) as other:
+        state = again.at(0)
+        assert other.load(state) == 14 and work.is_at(14, state)
+
+
+def test_what_does_not_change_costs_nothing(root: Path) -> None:
+    work = Adapter(frozen=8 * FROZEN)
+    with deltas(root, full_every=None) as ckpt:
+        ckpt.load(work.at(0))
+        train(ckpt, work, range(1, 8))
+    found = stands(root)
+    full, last = found[1].nbytes, found[6]
+    assert full > 32 * FROZEN
+    assert last.kind == "delta" and last.nbytes < 40_000  # 12 kB of adapter, the table, the state
+
+
+def test_chains_are_bounded_and_become_fulls_without_the_trainer(root: Path) -> None:
+    work = Adapter()
+    ckpt = deltas(root, full_every=None, max_chain=3)
+    ckpt.load(work.at(0))
+    for step in range(1, 16):
+        ckpt.step(step, work.at(step)).wait()
+        until(lambda: not ckpt.status()["agent"]["merging"], "nothing is being merged")
+    ckpt.close()
+    there = stands(root)
+    fulls = [step for step, one in there.items() if one.attempt == 2]
+    assert len(fulls) > 1 and all(there[step][:2] == ("full", None) for step in fulls)
+    step, base = 15, there[15].base
+    assert base in fulls
+    on_one = [[one.base for one in there.values()].count(full) for full in fulls]
+    assert max(on_one) <= 3 + 2  # what was decided ahead
+    asked = [event["step"] for event in events(root) if event["kind"] == "merged"]
+    assert base in asked
+    assert all(len(chain(root, one)) <= 2 for one in there)
+    assert is_bit_equal(root, base, work) and is_bit_equal(root, step, work)
+
+
+def test_chains_of_previous_ones_are_no_longer_than_allowed(root: Path) -> None:
+    work = Adapter()
+    ckpt = deltas(root, full_every=None, delta_base="previous", max_chain=4)
+    ckpt.load(work.at(0))
+    longest = 0
+    for step in range(1, 25):
+        ckpt.step(step, work.at(step)).wait()
+        longest = max(longest, len(chain(root, step)))
+    assert 3 < longest <= 5  # of a full and four deltas
+    assert is_bit_equal(root, 24, work) and is_bit_equal(root, 17, work)
+    ckpt.close()
+
+
+def test_a_resumed_run_goes_on_with_deltas(root: Path) -> None:
+    work = Adapter()
+    with deltas(root, full_every="1h") as ckpt:
+        ckpt.load(work.at(0))
+        train(ckpt, work, range(1, 6))
+    forget_memory(root)
+    before = stands(root)
+    newest = max(step for step, one in before.items() if one.kind == "full")
+    with deltas(root, full_every="1h") as ckpt:
+        assert ckpt.load(work.at(0)) == 5
+        train(ckpt, work, range(6, 8))
+    found = stands(root)
+    assert [(found[step].kind, found[step].base) for step in (6, 7)] == [("delta", newest)] * 2
+    assert is_bit_equal(root, 7, work)
+
+
+def test_another_layout_makes_a_full(root: Path) -> None:
+    work = Adapter()
+    with deltas(root, full_every=None) as ckpt:
+        ckpt.load(work.at(0))
+        train(ckpt, work, range(1, 6))
+        work.state["more"] = torch.ones(5)
+        train(ckpt, work, range(6, 11))
+    found = stands(root)
+    assert found[5].kind == "delta" and found[6].kind == "full"
+    later = found[10]
+    assert later.kind == "delta" and later.base is not None and later.base >= 6
+    assert torch.equal(everstep.load(root)["model"]["more"], torch.ones(5))
+    assert any(event["kind"] == "unbased" for event in events(root))
+
+
+@pytest.mark.parametrize("how", ["cut", "gone"])
+def test_a_damaged_base_makes_a_full(root: Path, how: str) -> None:
+    work = Adapter()
+    with deltas(root, full_every=None) as ckpt:
+        ckpt.load(work.at(0))
+        train(ckpt, work, range(1, 9))
+        base = stands(root)[8].base
+        (image,) = (root / "checkpoints" / f"{base:09d}").glob("*/a1/*.safetensors")
+        if how == "gone":
+            image.unlink()
+        else:
+            with image.open("r+b") as file:
+                file.truncate(4096)
+        train(ckpt, work, range(9, 14))
+    found = stands(root)
+    assert found[9].kind == "full" and found[13].kind == "delta" and found[13].base != base
+    assert is_bit_equal(root, 9, work) and is_bit_equal(root, 13, work)
+    with pytest.raises(Damaged, match=f"{base:09d}"):
+        everstep.load(root, step=8)
+
+
+def test_an_explicit_save_is_a_full(root: Path) -> None:
+    """Also of a step that was just flushed as a delta, on its way or durable: that is made a full."""
+    work = Adapter()
+    ckpt = deltas(root, full_every=None, delta_every=4)
+    ckpt.load(work.at(0))
+    train(ckpt, work, range(1, 10))
+    ckpt.save(11, work.at(11)).wait()
+    for step in (12, 16):
+        handle = ckpt.step(step, work.at(step))
+        if step == 16:
+            handle.wait()
+        ckpt.save(step, work.at(step)).wait()
+        merged(root, step)
+    ckpt.step(20, work.at(20))
+    ckpt.step(21, work.at(21))
+    ckpt.close()
+    found = stands(root)
+    assert [found[step].kind for step in (8, 11, 20)] == ["delta", "full", "delta"]
+    assert (found[11].attempt, found[21].kind) == (1, "full")  # the last one, at close
+    assert all(is_bit_equal(root, step, work) for step in (12, 16, 20, 21))
+
+
+def test_fulls_may_be_compressed(root: Path) -> None:
+    state = {"model": {"zeros": torch.zeros(1 << 20)}}
+    with deltas(root, delta_every=None, full_every=1, compress="zstd") as ckpt:
+        ckpt.load(state)
+        ckpt.step(1, state).wait()
+    assert stands(root)[1].kind == "full" and stands(root)[1].nbytes < 100_000
+    assert torch.equal(everstep.load(root)["model"]["zeros"], state["model"]["zeros"])
+
+
+def test_what_deltas_stand_on_stays(root: Path) -> None:
+    work = Adapter()
+    with deltas(root, full_every=None, keep_last=2) as ckpt:
+        ckpt.load(work.at(0))
+        train(ckpt, work, range(1, 12))
+    until(lambda: len(steps_on_disk(root)) <= 3, "the rest is removed")
+    there = stands(root)
+    assert {10, 11} < set(there)
+    assert is_bit_equal(root, 10, work) and is_bit_equal(root, 11, work)
+
+
+def test_merged_by_an_agent_of_its_own(root: Path) -> None:
+    work = Adapter()
+    ckpt = deltas(root, full_every=None, max_chain=2, agent="process")
+    ckpt.load(work.at(0))
+    train(ckpt, work, range(1, 8))
+    ckpt.close()  # the agent goes on with it, and leaves then
+    first = min(step for step, one in stands(root).items() if one.kind == "delta")
+    until(lambda: any(one.attempt == 2 for one in stands(root).values()), "one is made a full")
+    one = next(step for step, one in stands(root).items() if one.attempt == 2)
+    merged(root, one)
+    assert one > first and is_bit_equal(root, one, work)
