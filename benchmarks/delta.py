@@ -32,8 +32,6 @@ from .delta_training import (
 AT = 10
 """The distance of the headline."""
 NOISE_BYTES = 8 * MIB
-STAGES_ONCE = 13
-"""Of the progress, besides those of each repeat."""
 
 
 def run_delta(

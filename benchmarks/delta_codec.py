@@ -151,7 +151,8 @@ def _transformed(
     way: str, words: memoryview, base: memoryview, segments: Sequence[Segment], *, forward: bool
 ) -> memoryview:
     """The words of each segment's difference or XOR with the base, or the other way round."""
-    found = np.frombuffer(bytearray(words), np.uint8)
+    room = bytearray(words)
+    found = np.frombuffer(room, np.uint8)
     other = np.frombuffer(base, np.uint8)
     at = 0
     for segment in segments:
@@ -165,7 +166,7 @@ def _transformed(
             planes = list(split(mine.copy(), its if forward else None, first, segment.item))
             join(planes, None if forward else its, then, segment.item, False, mine)
         at += segment.nbytes
-    return memoryview(found)
+    return memoryview(room)
 
 
 def zstd(image: Image) -> Coded:

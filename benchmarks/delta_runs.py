@@ -117,13 +117,15 @@ async def _images(backend: LocalBackend, chunk_bytes: int) -> list[Image]:
     for name, record in (await new.records(0)).items():
         if name == STATE_IMAGE:
             continue
-        views = []
-        for source in (new, base):
-            view = memoryview(bytearray(record.nbytes))
-            await source.read_into(0, name, 0, view)
-            views.append(view)
-        found.append(Image(name, layout, chunk_bytes, *views, record.object.nbytes))
+        mine, its = [await _read(source, name, record.nbytes) for source in (new, base)]
+        found.append(Image(name, layout, chunk_bytes, mine, its, record.object.nbytes))
     return found
+
+
+async def _read(source: DurableSource, name: str, nbytes: int) -> memoryview:
+    view = memoryview(bytearray(nbytes))
+    await source.read_into(0, name, 0, view)
+    return view
 
 
 async def _source(backend: LocalBackend, chunk_bytes: int, step: int) -> DurableSource:

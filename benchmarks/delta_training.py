@@ -146,7 +146,7 @@ class Trainer:
 
     def step(self) -> float:
         loss: Tensor = self.model(self._text.next())
-        loss.backward()
+        torch.autograd.backward(loss)
         live = dict(self.model.named_parameters())
         if self.mixed:
             for name, master in self.masters.items():
@@ -217,7 +217,7 @@ def train_lora(sizes: Sizes, base: State) -> Story:
 
     def step_once() -> float:
         loss: Tensor = model(text.next())
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(trained, CLIP)
         optimizer.step()
         optimizer.zero_grad()
@@ -236,7 +236,7 @@ def _adapt(owner: nn.Module, name: str, rank: int) -> None:
 
 def _model_and_moments(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> State:
     """As a trainer would give it: a part for the model, one for its optimizers."""
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     moments = {
         f"{names[p]}.{key}": value
         for optimizer in optimizers
@@ -288,7 +288,7 @@ def train_recommender(sizes: Sizes) -> Story:
         begins = torch.randint(0, len(ids) - HISTORY - 1, (batch,), generator=generator)
         windows = torch.stack([ids[at : at + HISTORY + 1] for at in begins.tolist()])
         loss: Tensor = model(windows[:, :-1], windows[:, -1] % Recommender.GROUPS)
-        loss.backward()
+        torch.autograd.backward(loss)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
