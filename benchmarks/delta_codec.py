@@ -5,7 +5,6 @@ Everything is decoded again and compared, bit for bit, before it counts.
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -187,10 +186,10 @@ def zipnn_dtype(image: Image) -> str | None:
 
 def zipnn(image: Image) -> Coded:
     """zipnn of the whole image, without a base, on one thread."""
+    from zipnn import ZipNN
+
     given = bytearray(image.new)  # it writes into what it is given
-    coder = importlib.import_module("zipnn").ZipNN(
-        input_format="byte", bytearray_dtype=zipnn_dtype(image), threads=1
-    )
+    coder = ZipNN(input_format="byte", bytearray_dtype=zipnn_dtype(image), threads=1)
     encode, decode = Clock(time.process_time), Clock(time.process_time)
     frame = encode.time(coder.compress, given)
     back = decode.time(coder.decompress, frame)
@@ -202,7 +201,7 @@ def zipnn(image: Image) -> Coded:
 def zipnn_missing() -> str | None:
     """Why zipnn cannot be measured."""
     try:
-        importlib.import_module("zipnn")
+        import zipnn  # noqa: F401
     except ImportError as error:
         return str(error)
     return None
