@@ -19,6 +19,8 @@ from .delta_codec import Coded, Image, Tally, code, zipnn_missing
 from .delta_runs import Slowdown, measure_restore, nbytes_of, read_pair, write_pair
 from .delta_training import (
     DISTANCES,
+    FAST_LR,
+    PEAK_LR,
     SCHEDULE,
     SEED,
     Sizes,
@@ -59,6 +61,7 @@ def run_delta(
                 "repeats": repeats,
                 "trainings": {one.story.name: one.summary() for one in measured},
                 "schedule": SCHEDULE,
+                "peak_learning_rate": {"gpt": PEAK_LR, "others": FAST_LR},
                 "seed": SEED,
                 "left_out": {"zipnn": missing} if (missing := zipnn_missing()) else {},
                 "checked": "every delta was loaded, and every chunk decoded, and compared bit for bit",

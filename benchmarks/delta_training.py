@@ -29,7 +29,10 @@ WARM_UP_SHARE = 1 / 8
 END_SHARE = 0.1
 """What the learning rate begins with, as a share of the steps, and ends with, as a share of its highest."""
 SCHEDULE = f"linear warm-up over {WARM_UP_SHARE:.3g} of the steps, then a cosine to {END_SHARE:.0%}"
-PEAK_LR = 1e-3
+"""How the learning rate goes."""
+PEAK_LR = 3e-4
+FAST_LR = 1e-3
+"""Highest learning rates: of the GPTs; of LoRA and the recommender, where few numbers are trained."""
 WEIGHT_DECAY = 0.1
 CLIP = 1.0
 
@@ -95,16 +98,18 @@ def _train(
     step_once: Callable[[], float],
     state: Callable[[], State],
 ) -> Story:
-    """``step_once`` computes the gradients, steps, and gives the loss."""
+    """``step_once`` computes the gradients, steps, and gives the loss. The learning rates that the optimizers come with
+    are the highest."""
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["peak"] = group["lr"]
     wanted = {steps - distance: distance for distance in DISTANCES}
     if min(wanted) < 1:
         raise ValueError(f"{steps} steps are too few for a distance of {max(DISTANCES)}")
     before: dict[int, State] = {}
     losses: list[float] = []
     for step in range(1, steps + 1):
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = PEAK_LR * rate_at(step, steps)
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = group["peak"] * rate_at(step, steps)
         losses.append(step_once())
         if step in wanted:
             before[wanted[step]] = clone(state())
@@ -212,7 +217,7 @@ def train_lora(sizes: Sizes, base: State) -> Story:
         for index in (0, 2):
             _adapt(mlp, str(index), sizes.lora_rank)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=PEAK_LR)
+    optimizer = torch.optim.AdamW(trained, lr=FAST_LR)
     text = Text(sizes)
 
     def step_once() -> float:
@@ -277,8 +282,8 @@ def train_recommender(sizes: Sizes) -> Story:
     model = Recommender(sizes.rows, sizes.row)
     network = list(model.network.parameters())
     optimizers: list[Any] = [
-        torch.optim.SparseAdam(list(model.table.parameters()), lr=PEAK_LR),
-        torch.optim.AdamW(network, lr=PEAK_LR, weight_decay=WEIGHT_DECAY),
+        torch.optim.SparseAdam(list(model.table.parameters()), lr=FAST_LR),
+        torch.optim.AdamW(network, lr=FAST_LR, weight_decay=WEIGHT_DECAY),
     ]
     ids = item_ids(sizes.rows)
     generator = torch.Generator().manual_seed(SEED)

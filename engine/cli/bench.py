@@ -434,7 +434,8 @@ def _delta_text(found: dict[str, Any]) -> str:
             table(
                 ("measured", "median", "least", "greatest", "rate"), list(_samples(found)), right=(1, 2, 3, 4)
             ),
-            f"learning rate: {found['schedule']}",
+            f"learning rate: {found['schedule']}; highest {found['peak_learning_rate']['gpt']:g} for the GPTs, "
+            f"{found['peak_learning_rate']['others']:g} for the others",
             *(f"left out: {way}: {why}" for way, why in found["left_out"].items()),
             f"{m['cores']} cores, load {found['load_average'][0]:.1f} before, Python {m['python']}, "
             f"torch {m['torch']}, {m['file_system']}",
