@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "dcp": EVERYTHING,
     "port": EVERYTHING,
     "demo": EVERYTHING,
-    "benchmarks": EVERYTHING | {"dcp"},
+    "benchmarks": EVERYTHING | {"dcp", "demo"},
     "cli": EVERYTHING | {"dcp", "demo", "benchmarks", "port"},
 }
 """By layer: the layers that it may import, besides itself."""

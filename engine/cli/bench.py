@@ -23,10 +23,10 @@ Example:
 
 Tell = Callable[[str], None]
 Runner = Callable[[Tell], "dict[str, Any]"]
-STAGES_PER_REPEAT = {"stall": 3, "save-load": 2, "memory": 2}
+STAGES_PER_REPEAT = {"stall": 3, "save-load": 2, "memory": 2, "delta": 2}
 STAGES = {"dcp": 8}
 """Of benchmarks whose number of stages does not grow with the repeats."""
-STAGES_MORE = {"memory": 4, "pace": 2, "s3": 3}
+STAGES_MORE = {"memory": 4, "pace": 2, "s3": 3, "delta": 17}
 
 
 @click.group("bench", context_settings={"help_option_names": ["-h", "--help"]})
@@ -262,6 +262,45 @@ def pace(size_mib: int, repeats: int, directory: Path | None, as_json: bool) -> 
     _run("pace", runner, repeats, as_json, _pace_text)
 
 
+DELTA_EPILOG = """\
+Exit codes:
+  0  measured
+  1  the bytes that came back were not those that were given, or something failed
+  2  usage
+
+Example:
+  everstep bench delta --json
+"""
+
+
+@command("delta", epilog=DELTA_EPILOG)
+@json_option
+@click.option(
+    "--dir",
+    "directory",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Where to write; default: the current directory.",
+)
+@click.option("--repeats", type=click.IntRange(1, 1000), default=5, show_default=True)
+def delta(repeats: int, directory: Path | None, as_json: bool) -> None:
+    """How small the deltas of real trainings are, how fast they are coded, and what they cost.
+
+    Four short trainings on the text of Python's standard library: a GPT with AdamW in mixed precision, and in fp32,
+    LoRA, and a recommender. ..._at_10 are a delta's bytes over those of a full, ten steps apart; encode_gb_per_s and
+    decode_gb_per_s are of one core; ..._vs_changed a delta's bytes over those of the numbers that changed, and
+    never_above the largest delta over its full. restore_vs_full compares a cold load of a delta and its base with one
+    of a full; step_slowdown is how much longer a training loop on one core takes when the agent on the other makes a
+    delta of each snapshot. Takes some five minutes.
+    """
+
+    def runner(tell: Tell) -> dict[str, Any]:
+        from everstep.benchmarks.delta import run_delta
+
+        return run_delta(repeats, directory, tell)
+
+    _run("delta", runner, repeats, as_json, _delta_text)
+
+
 bench.add_command(stall)
 bench.add_command(save_load)
 bench.add_command(plan)
@@ -269,6 +308,7 @@ bench.add_command(dcp)
 bench.add_command(memory)
 bench.add_command(pace)
 bench.add_command(s3)
+bench.add_command(delta)
 
 
 def _run(
@@ -374,6 +414,45 @@ def _pace_text(found: dict[str, Any]) -> str:
             table(headers, rows, right=(1, 2, 3, 4)),
         ]
     )
+
+
+def _delta_text(found: dict[str, Any]) -> str:
+    headline = [(key, f"{value:.3f}") for key, value in found.items() if isinstance(value, float)]
+    headers = ("training", "part", "full", "steps", "delta", "planes", "xor", "difference", "zstd", "zipnn")
+    rows = [
+        (name, part, human_bytes(one["bytes"]), distance, *_ratios(one, distance))
+        for name, training in found["trainings"].items()
+        for part, one in training["parts"].items()
+        for distance in training["delta"]
+    ]
+    m = found["machine"]
+    return "\n\n".join(
+        [
+            f"delta: bytes over those of a full image; {found['repeats']} repeats",
+            table(headers, rows, right=tuple(range(2, 10))),
+            table(("result", "value"), headline, right=(1,)),
+            table(
+                ("measured", "median", "least", "greatest", "rate"), list(_samples(found)), right=(1, 2, 3, 4)
+            ),
+            f"learning rate: {found['schedule']}; highest {found['peak_learning_rate']['gpt']:g} for the GPTs, "
+            f"{found['peak_learning_rate']['others']:g} for the others",
+            *(f"left out: {way}: {why}" for way, why in found["left_out"].items()),
+            f"{m['cores']} cores, load {found['load_average'][0]:.1f} before, Python {m['python']}, "
+            f"torch {m['torch']}, {m['file_system']}",
+            found["checked"],
+        ]
+    )
+
+
+def _ratios(part: dict[str, Any], distance: str) -> list[str]:
+    """Of a part at a distance: the delta, the other ways against the base, and those of the image alone."""
+    ways = {name: one["ratio"] for name, one in part[distance].items() if isinstance(one, dict)}
+    ways |= {name.split()[0]: one["ratio"] for name, one in part["alone"].items()}
+    shown = [
+        part[distance]["delta"],
+        *(ways.get(way) for way in ("planes", "xor", "difference", "zstd", "zipnn")),
+    ]
+    return ["" if ratio is None else f"{ratio:.3f}" for ratio in shown]
 
 
 def _as_text(found: dict[str, Any]) -> str:
