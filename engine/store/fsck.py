@@ -324,6 +324,7 @@ async def _manifest(
     reported: set[str] = set()
     broken = await _chain(run, found, manifest)
     if broken is not None:
+        reported.add(broken.name)
         yield broken
     async for error in images.check(source):
         if isinstance(error, CannotTell):

@@ -114,10 +114,18 @@ KILLS = [
 
 _S3 = "an upload by parts: tests/s3/test_run_life.py"
 _MIRROR = "a copy to another place: tests/mirror/test_crash.py"
+_DELTA = "deltas and synthetic fulls: tests/delta"
+_REPAIR = "an operator's, cut off at each of them: tests/repair/test_repair.py"
 _PEERS = "between agents of several nodes: tests/peers and tests/nodes"
 ELSEWHERE = {
     "pin.published": "an operator's or reader's: tests/shelves/test_pins.py",
     "rotate.deleted.tombstone": "a tombstone stays for an hour: tests/store/test_crash.py",
+    "flush.packed.before": _DELTA,
+    **dict.fromkeys([f"merge.{what}" for what in ("begun", "voted", "decided", "told", "settled")], _DELTA),
+    **dict.fromkeys(("merge.image.done", "merge.vote.before"), _DELTA),
+    **dict.fromkeys([f"repair.put.{at}" for at in ("before", "after")], _REPAIR),
+    **dict.fromkeys([f"repair.image.{at}" for at in ("piece", "done")], _REPAIR),
+    **dict.fromkeys(("repair.aside", "repair.quarantine.before", "repair.release.before"), _REPAIR),
     "keeper.begun": _PEERS,
     "keeper.grown": _PEERS,
     "keeper.kept.before": _PEERS,

@@ -191,7 +191,7 @@ def payload() -> tuple[bytes, bytes, bytes]:
     base = struct.pack("<8f", *[1.0] * 8)
     chunk = struct.pack("<8I", *[0x3F800000 + step for step in (0, 1, -1, 2, 0, 0, 0, 0)])
     lowest = struct.pack("<BIBIBI", 3, 3, 0, 1, 0, 3)
-    table = struct.pack("<IBB", 32, 4, 2) + lowest + 3 * struct.pack("<BI", 2, 0)
+    table = struct.pack("<IBBB", 32, 4, 2, 0) + lowest + 3 * struct.pack("<BI", 2, 0)
     return struct.pack("<I", len(table)) + table + bytes([0b1110, 2, 1, 4]), base, chunk
 
 

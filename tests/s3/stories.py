@@ -20,6 +20,7 @@ from everstep.backends.conformance import content
 from everstep.backends.errors import BackendError, Conflict, NotFound, Permanent, Retryable, ShortRead
 from everstep.backends.open import open_backend
 from everstep.backends.s3 import PROBE_NAME, RANGE_BYTES, S3Backend
+from everstep.backends.s3options import READ_S
 from everstep.backends.s3writer import PART_BYTES
 
 from . import proxy as network
@@ -436,7 +437,7 @@ class Siblings:
         self._options = options
         self._first: S3Backend | None = None
 
-    def at(self, url: str, patience_s: float = s3client.READ_S) -> S3Backend:
+    def at(self, url: str, patience_s: float = READ_S) -> S3Backend:
         """``patience_s``: after so many seconds of silence the client gives a request up. A short one is for a network
         with a fault: else a server that is slow, for others are at work beside it, gets requests twice."""
         made = open_backend(url, shared=True, options=self._options)
@@ -453,7 +454,7 @@ class Siblings:
 
 def patience_s(proxy: S3Proxy) -> float:
     """That suits its network."""
-    return HASTY_S if proxy.faults else s3client.READ_S
+    return HASTY_S if proxy.faults else READ_S
 
 
 def hasty(patch: pytest.MonkeyPatch) -> None:
