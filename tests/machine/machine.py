@@ -454,10 +454,12 @@ class Checkpoints(RuleBasedStateMachine):
         hidden = {
             key
             for key, decision in at.decided.items()
-            if decision is None or isinstance(decision, Quarantine)
+            if decision is None or isinstance(decision, Quarantine) or at.is_doubtful(key)
         }
         for key, seen in at.standing.items():
             parent = seen.manifest.parent_key
+            if at.is_doubtful(key):
+                continue
             assert parent is None or parent in at.standing or parent in hidden, (
                 f"{key} lacks {parent} at {place}"
             )
@@ -471,7 +473,7 @@ class Checkpoints(RuleBasedStateMachine):
             if finding.severity is Severity.INFO or finding.severity is Severity.WARNING:
                 continue
             key = finding.incarnation, finding.step
-            if finding.name in at.harmed or _doubtful(at, finding.name):
+            if finding.name in at.harmed or _doubtful(at, finding.name) or at.is_doubtful(key):  # type: ignore[arg-type]
                 continue
             if finding.kind is Kind.CHAIN:
                 manifest = at.standing[key].manifest  # type: ignore[index]
