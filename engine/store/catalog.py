@@ -242,14 +242,14 @@ async def complete_undecided(backend: Backend, found: StepNames) -> tuple[int, .
         if attempt in found.decisions:
             continue
         ranks = await voted_ranks(backend, found.step, found.incarnation, attempt)
-        if not ranks:
-            continue
-        try:
-            _, vote = await read_vote(backend, found.step, found.incarnation, attempt, ranks[0])
-        except (NotFound, Damaged):
-            continue
-        if ranks == list(range(vote.world)):
-            complete.append(attempt)
+        for rank in ranks:  # the first one that can be read; others may be damaged, and mended yet
+            try:
+                _, vote = await read_vote(backend, found.step, found.incarnation, attempt, rank)
+            except (NotFound, Damaged):
+                continue
+            if ranks == list(range(vote.world)):
+                complete.append(attempt)
+            break
     return tuple(complete)
 
 

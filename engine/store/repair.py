@@ -23,10 +23,9 @@ from everstep.format.layout import proved
 from everstep.format.manifest import Abort, Manifest, Quarantine, decode_decision
 from everstep.format.names import Kind as Name
 from everstep.format.records import decode_incarnation, decode_run
-from everstep.format.vote import decode_vote
 
 from .asking import reading, writing
-from .catalog import list_step, look_at, read_numbered
+from .catalog import list_step, look_at, open_vote, read_numbered
 from .commit import publish_decision, try_commit
 from .findings import Finding, Kind, Severity
 from .repair_rank import Share, read_small
@@ -142,12 +141,7 @@ class _Work:
     async def decision(self, finding: Finding) -> None:
         """As another place has it; else, where its attempt has all its votes, decided anew."""
         name = finding.name
-
-        def is_good(data: bytes) -> bool:
-            decode_decision(data, name)
-            return True
-
-        if await self._take(name, is_good, await self._same_run()):
+        if await self._take_decision(name):
             return
         parsed = names.parse(name)
         assert parsed is not None
@@ -156,14 +150,36 @@ class _Work:
             self.report.failed.pop(name, None)
             await self.commit(finding)
 
+    async def _take_decision(self, name: str) -> bool:
+        """Whether another place has it. What is said against a checkpoint (given up, removed, set aside) is said of
+        that place alone: it is taken only where a higher decision counts here."""
+        parsed = names.parse(name)
+        assert parsed is not None
+        assert parsed.step is not None
+        assert parsed.incarnation is not None
+        assert parsed.attempt is not None
+        found = await list_step(self.target, parsed.step, parsed.incarnation)
+        higher = tuple([number for number in found.decisions if number > (parsed.attempt or 0)])
+        try:
+            passed = await read_numbered(self.target, replace(found, decisions=higher)) is not None
+        except Damaged:
+            passed = False
+
+        def is_good(data: bytes) -> bool:
+            return isinstance(decode_decision(data, name), Manifest) or passed
+
+        return await self._take(name, is_good, await self._same_run())
+
     async def commit(self, finding: Finding) -> None:
-        """Decide an attempt whose votes are all in."""
+        """Decide an attempt whose votes are all in, as another place has it, or anew."""
         parsed = names.parse(finding.name)
         if parsed is None or parsed.step is None or parsed.incarnation is None or parsed.attempt is None:
             return
+        if await self._take_decision(finding.name):
+            return
         world = await self._complete(parsed)
         if world is None:
-            self.report.failed[finding.name] = "the attempt's votes are not all there"
+            self.report.failed[finding.name] = "the attempt's votes are not all there, or one is damaged"
             return
         try:
             decided = await try_commit(self.target, parsed.step, parsed.incarnation, parsed.attempt, world)
@@ -176,26 +192,29 @@ class _Work:
             self.done(finding.name, f"given up: {decided.reason}")
 
     async def _complete(self, parsed: names.Parsed) -> int | None:
-        """The number of ranks that voted for the attempt, if all of them did."""
+        """The number of ranks that voted for the attempt, if all of them did, and every vote is right: one that is not
+        would have the attempt given up, and what may be mended yet removed."""
         assert parsed.step is not None
         assert parsed.incarnation is not None
         assert parsed.attempt is not None
-        standing = await look_at(self.target, parsed.step, parsed.incarnation, parsed.attempt)
-        if not standing.ranks:
-            return None
-        name = names.vote(parsed.step, parsed.incarnation, parsed.attempt, standing.ranks[0])
-        try:
-            vote = decode_vote(await read_small(self.target, name), name)
-        except (Damaged, NotFound):
-            return None
-        return vote.world if standing.ranks == tuple(range(vote.world)) else None
+        place = parsed.step, parsed.incarnation, parsed.attempt
+        standing = await look_at(self.target, *place)
+        worlds = set()
+        for rank in standing.ranks:
+            name = names.vote(*place, rank)
+            try:
+                worlds.add(open_vote(await read_small(self.target, name), name, (*place, rank)).world)
+            except (Damaged, NotFound):
+                return None
+        return len(standing.ranks) if worlds == {len(standing.ranks)} else None
 
     async def _take(self, name: str, is_good: Callable[[bytes], bool], holders: Sequence[Backend]) -> bool:
         """Write the object as the first of ``holders`` has it that has it right."""
         for holder in holders:
             try:
                 data = await read_small(holder, name)
-                is_good(data)
+                if not is_good(data):
+                    continue
             except (NotFound, RunError):
                 continue
             await self.put(name, data, f"from {holder.url}")

@@ -20,7 +20,7 @@ from everstep.store.repair_run import check_and_mend
 from everstep.store.scrub import Scrub
 from everstep.store.shelf import Shelf
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.store import store_kit as kit
 
@@ -33,6 +33,11 @@ WHICH = st.integers(0, 11)
 KILL = st.one_of(st.none(), st.none(), st.integers(0, 20), st.integers(0, 300))
 """The point, counted as they are reached, at which the process dies; most often it does not come that far."""
 PLACE = st.sampled_from(PLACES)
+BASE = st.sampled_from(["previous", "previous", "newest full", "previous", "full"])
+CHANGE = st.sampled_from(["dense", "sparse", "none"])
+LAYOUT = st.sampled_from([""] * 8 + ["grow", "drop", "rename"])
+COMPRESS = st.sampled_from([None, None, "zstd"])
+SAVE = st.tuples(BASE, CHANGE, LAYOUT, COMPRESS, SEEDS)
 STEPS_GAP = 1
 STANDING_MAX = 9
 """Checkpoints at the root above which nothing is saved until something was pruned."""
@@ -144,17 +149,26 @@ class Checkpoints(RuleBasedStateMachine):
     # -- rules
 
     @precondition(lambda self: len(self.places[ROOT].standing) < STANDING_MAX)
-    @rule(
-        base=st.sampled_from(["full", "newest full", "previous", "previous"]),
-        change=st.sampled_from(["dense", "sparse", "none"]),
-        layout=st.sampled_from(["", "", "", "", "grow", "drop", "rename"]),
-        compress=st.sampled_from([None, None, "zstd"]),
-        seed=SEEDS,
-        kill=KILL,
-    )
+    @rule(base=BASE, change=CHANGE, layout=LAYOUT, compress=COMPRESS, seed=SEEDS, kill=KILL)
     def save(
         self, base: str, change: str, layout: str, compress: str | None, seed: int, kill: int | None
     ) -> None:
+        self.save_one(base, change, layout, compress, seed, kill)
+
+    @initialize(saves=st.lists(SAVE, min_size=1, max_size=4))
+    def begin(self, saves: list[tuple[str, str, str, str | None, int]]) -> None:
+        self.train(saves)
+
+    @precondition(lambda self: len(self.places[ROOT].standing) < STANDING_MAX)
+    @rule(saves=st.lists(SAVE, min_size=2, max_size=4))
+    def train(self, saves: list[tuple[str, str, str, str | None, int]]) -> None:
+        for one in saves:
+            self.save_one(*one, None)
+
+    def save_one(
+        self, base: str, change: str, layout: str, compress: str | None, seed: int, kill: int | None
+    ) -> None:
+        self.look()
         self.step += STEPS_GAP
         self.trainer.train(change, layout, seed)
         key = self.incarnation, self.step
@@ -209,8 +223,8 @@ class Checkpoints(RuleBasedStateMachine):
     @precondition(lambda self: self.places[ROOT].standing)
     @rule(
         place=PLACE,
-        last=st.integers(1, 4),
-        every=st.sampled_from([None, None, 2, 5]),
+        last=st.integers(1, 3),
+        every=st.sampled_from([None, None, None, 5]),
         incarnations=st.sampled_from([None, None, 1]),
         kill=KILL,
     )
@@ -289,8 +303,10 @@ class Checkpoints(RuleBasedStateMachine):
         object_=st.integers(0, 50),
         how=st.sampled_from(["flip", "cut", "remove"]),
         seed=SEEDS,
+        then=st.sampled_from(["", "alone", "beside", "beside"]),
     )
-    def harm(self, which: int, place: str, what: str, object_: int, how: str, seed: int) -> None:
+    def harm(self, which: int, place: str, what: str, object_: int, how: str, seed: int, then: str) -> None:
+        """Then, mostly, it is repaired."""
         at = self.places[place]
         if not at.standing:
             return
@@ -317,10 +333,16 @@ class Checkpoints(RuleBasedStateMachine):
             at.harm(name, data[:spot] + bytes([data[spot] ^ 0x10]) + data[spot + 1 :])
         else:
             at.harm(name, data[: seed % len(data)] if how == "cut" else None)
+        if then:
+            self.all_is_well()
+            self.mend(place, then == "beside", None)
 
     @precondition(lambda self: any(place.harmed for place in self.places.values()))
     @rule(place=PLACE, beside=st.booleans(), kill=KILL)
     def repair(self, place: str, beside: bool, kill: int | None) -> None:
+        self.mend(place, beside, kill)
+
+    def mend(self, place: str, beside: bool, kill: int | None) -> None:
         other = TIER if place == ROOT else ROOT
         if not self.places[place].standing:
             return
@@ -432,10 +454,12 @@ class Checkpoints(RuleBasedStateMachine):
         hidden = {
             key
             for key, decision in at.decided.items()
-            if decision is None or isinstance(decision, Quarantine)
+            if decision is None or isinstance(decision, Quarantine) or at.is_doubtful(key)
         }
         for key, seen in at.standing.items():
             parent = seen.manifest.parent_key
+            if at.is_doubtful(key):
+                continue
             assert parent is None or parent in at.standing or parent in hidden, (
                 f"{key} lacks {parent} at {place}"
             )
@@ -449,7 +473,7 @@ class Checkpoints(RuleBasedStateMachine):
             if finding.severity is Severity.INFO or finding.severity is Severity.WARNING:
                 continue
             key = finding.incarnation, finding.step
-            if finding.name in at.harmed or _doubtful(at, finding.name):
+            if finding.name in at.harmed or _doubtful(at, finding.name) or at.is_doubtful(key):  # type: ignore[arg-type]
                 continue
             if finding.kind is Kind.CHAIN:
                 manifest = at.standing[key].manifest  # type: ignore[index]

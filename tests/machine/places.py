@@ -143,6 +143,8 @@ class Place:
             self.decided[found.key] = decision
             if isinstance(decision, Manifest):
                 known = found.key, decision.attempt
+                if known not in self._known and self.is_doubtful(found.key):
+                    continue
                 if known not in self._known:
                     self._known[known] = await _see(backend, decision)
                 name = names.decision(*found.place, number)

@@ -12,7 +12,7 @@ from everstep.backends import points
 from everstep.backends.files import LocalBackend
 from everstep.errors import EverstepError
 from everstep.format import names
-from everstep.format.manifest import Manifest
+from everstep.format.manifest import Abort, Manifest, encode_decision
 from everstep.store import fsck, fsck_images, proving, sources
 from everstep.store.catalog import list_step, read_decision
 from everstep.store.findings import Finding, Severity, exit_code
@@ -414,3 +414,29 @@ def test_a_damaged_vote_does_not_hide_that_of_its_layout(
     shutil.copytree(whole, tier)
     assert bad(mend(root, tier).after) == []
     assert (root / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.mark.parametrize("how", ["a manifest missing", "a bit of a manifest"])
+def test_what_a_tier_gave_up_is_not_given_up_here(whole: Path, tmp_path: Path, how: str) -> None:
+    """The tier's decision at the same name is about the tier alone."""
+    root, tier = tmp_path / "run", tmp_path / "tier"
+    harmed(whole, root, DAMAGES[how])
+    shutil.copytree(whole, tier)
+    (tier / MANIFEST).write_bytes(encode_decision(Abort(STEP, 1, 1, "the tier was too slow")))
+    assert bad(mend(root, tier).after) == []
+    assert steps_that_load(root) == {1, 2, 3}
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_lost_manifest_and_a_damaged_vote_give_nothing_up(
+    whole: Path, tmp_path: Path, beside: bool, rank: int
+) -> None:
+    root, tier = tmp_path / "run", tmp_path / "tier"
+    harmed(whole, root, DAMAGES["a manifest missing"])
+    flip(20)(root / names.vote(STEP, 1, 1, rank))
+    before = files(root)
+    assert ("undecided", MANIFEST) in bad(look(root).after)
+    shutil.copytree(whole, tier)
+    mend(root, *([tier] if beside else []))
+    assert files(root) == (files(whole) if beside else before)
