@@ -506,4 +506,5 @@ async def _forget(backend: Backend, found: StepNames) -> None:
         if not isinstance(await _decision_of(backend, left, number), Abort):
             return
     with writing(backend, names.checkpoint_dir(*found.place)):
-        await backend.delete([names.decision(*found.place, n) for n in left.decisions])
+        # The highest first: a gap below one, where this is cut off, would seem a loss.
+        await backend.delete([names.decision(*found.place, n) for n in reversed(left.decisions)])

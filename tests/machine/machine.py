@@ -233,11 +233,11 @@ class Checkpoints(RuleBasedStateMachine):
     ) -> None:
         if not self.places[place].path.exists():
             return
-        shelf, writer = self.shelves[place], self.incarnation
+        writer = self.incarnation
         retention = Retention(last, keep_every=every, keep_incarnations=incarnations)
 
         async def work(backends: Backends) -> None:
-            await engine.prune(backends[place], shelf, retention, writer)
+            await engine.prune(backends[place], self.shelves[place], retention, writer)
 
         whole, standing = self.whole(place), self.places[place].standing
         keep = {*whole[-last:], *(key for key in whole if every and key[1] % every == 0)}
