@@ -252,7 +252,9 @@ async def _checkpoint(run: _Run, checkpoint: _Checkpoint, images: Images) -> Asy
         yield finding
     if isinstance(standing, Quarantine):
         yield _quarantine(found, standing)
-    if not isinstance(standing, Tombstone):
+    only_aborts = all(isinstance(one, Abort) for one in checkpoint.decisions.values())
+    # A mirror that was given up has the abort record alone, whatever the attempt's number was.
+    if not isinstance(standing, Tombstone) and (checkpoint.unreadable or not only_aborts):
         for number in sorted(set(range(1, max(found.decisions, default=0) + 1)) - set(found.decisions)):
             name = names.decision(found.step, found.incarnation, number)
             yield _missing(found, name, "a higher decision is there", "")

@@ -215,3 +215,14 @@ def test_a_missing_abort_record_below_a_manifest_is_named(tmp_path: Path) -> Non
         ]
 
     with_run(tmp_path, work)
+
+
+def test_an_abort_record_alone_lacks_nothing(tmp_path: Path) -> None:
+    """A mirror of a second attempt that was given up: nobody was there to decide the first one."""
+
+    async def work(backend: LocalBackend) -> None:
+        await kit.save(backend, 1)
+        await abort_attempt(backend, 2, 1, 2, reason="too many wait for the tier")
+        assert await findings(backend) == []
+
+    with_run(tmp_path, work)
