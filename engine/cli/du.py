@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ class Held:
 @click.option(
     "--keep-last",
     type=click.IntRange(min=1),
-    help="Say what a prune would free that keeps so many of the newest.",
+    help="Say what a prune would free that keeps so many of the newest, and what these stand on.",
 )
 @json_option
 def du(places: tuple[str, ...], keep_last: int | None, as_json: bool) -> None:
@@ -76,33 +77,33 @@ def du(places: tuple[str, ...], keep_last: int | None, as_json: bool) -> None:
 
 def _look(place: str, keep_last: int | None) -> Held:
     from everstep.places import locate
+    from everstep.plan.retention import Retention
     from everstep.store.blocking import run_blocking
+    from everstep.store.shelf import Shelf
     from everstep.store.usage import usage
 
     async def read() -> Held:
         backend = locate(place).open()
         try:
             survey = await read_survey(backend)
-            return _held(survey, await usage(backend), keep_last)
+            going: tuple[tuple[int, int], ...] = ()
+            if keep_last is not None:
+                going = (await Shelf().look(backend)).plan(Retention(keep_last)).remove
+            return _held(survey, await usage(backend), going)
         finally:
             await backend.close()
 
     return run_blocking(read())
 
 
-def _held(survey: Survey, usage: Usage, keep_last: int | None) -> Held:
-    from everstep.plan.lineage import Lineage
-    from everstep.plan.retention import Retention, plan_retention
-
+def _held(survey: Survey, usage: Usage, going: Sequence[tuple[int, int]]) -> Held:
+    """``going`` are what a prune would remove."""
     counting = {_key(one): one.manifest.attempt for one in survey.checkpoints}
     given_up = sum(
         usage.steps[key].beside(attempt) for key, attempt in counting.items() if key in usage.steps
     )
     given_up += sum(usage.steps[one.key].nbytes for one in survey.removing if one.key in usage.steps)
-    freed: dict[tuple[int, int], int] = {}
-    if keep_last is not None:
-        plan = plan_retention(list(counting), Retention(keep_last), Lineage(survey.incarnations))
-        freed = {key: usage.steps[key].nbytes for key in plan.remove if key in usage.steps}
+    freed = {key: usage.steps[key].nbytes for key in going if key in usage.steps}
     return Held(survey, usage, freed, given_up)
 
 
