@@ -74,6 +74,7 @@ def _as_json(found: Survey, snapshots: list[MemorySnapshot]) -> dict[str, Any]:
             if record.reason is not None
         ],
         "undecided": [{"step": x.step, "incarnation": x.incarnation} for x in found.undecided],
+        "aside": [{"step": x.step, "incarnation": x.incarnation} for x in found.aside],
         "removing": [{"step": x.step, "incarnation": x.incarnation} for x in found.removing],
         "unreadable": [{"name": name, "error": error.to_wire()} for name, error in found.unreadable],
     }
@@ -113,6 +114,9 @@ def _as_text(found: Survey, snapshots: list[MemorySnapshot], metrics: bool) -> s
             "flush was begun and is not committed",
             "flushes were begun and are not committed",
         )
+    ]
+    notes += [
+        _count(len(found.aside), "checkpoint is set aside as damaged", "checkpoints are set aside as damaged")
     ]
     notes += [_count(len(found.removing), "checkpoint is being removed", "checkpoints are being removed")]
     notes += [f"{len(found.unreadable)} cannot be read, see below" if found.unreadable else ""]

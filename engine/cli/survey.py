@@ -27,8 +27,9 @@ class Listed:
 
 @dataclass
 class Survey:
-    """A run. ``undecided`` were begun and not committed (or given up), ``removing`` bear a tombstone;
-    neither are checkpoints. ``unreadable`` cannot be judged: the name of the directory, and why."""
+    """A run. ``undecided`` were begun and not committed (or given up), ``removing`` bear a tombstone, ``aside`` were
+    found damaged and set aside; none of these are checkpoints. ``unreadable`` cannot be judged: the name of the
+    directory, and why."""
 
     url: str
     run: RunRecord
@@ -36,6 +37,7 @@ class Survey:
     checkpoints: list[Listed] = field(default_factory=list)
     undecided: list[StepNames] = field(default_factory=list)
     removing: list[StepNames] = field(default_factory=list)
+    aside: list[StepNames] = field(default_factory=list)
     unreadable: list[tuple[str, EverstepError]] = field(default_factory=list)
 
     def counts(self, incarnation: int, step: int) -> bool:
@@ -77,7 +79,7 @@ async def read_survey(backend: Backend) -> Survey:
     """As :func:`survey`, of an open backend."""
     from everstep.errors import RunError
     from everstep.format import names
-    from everstep.format.manifest import Manifest
+    from everstep.format.manifest import Manifest, Quarantine
     from everstep.plan.lineage import Lineage
     from everstep.store.asking import each
     from everstep.store.catalog import list_steps, read_decision
@@ -98,7 +100,8 @@ async def read_survey(backend: Backend) -> Survey:
             counts = lineage.counts(step.incarnation, step.step)
             found.checkpoints.append(Listed(decision, counts))
         else:
-            (found.undecided if decision is None else found.removing).append(step)
+            aside = found.aside if isinstance(decision, Quarantine) else found.removing
+            (found.undecided if decision is None else aside).append(step)
 
     await each(await list_steps(backend), one)
     found.checkpoints.sort(key=lambda x: (x.manifest.incarnation, x.manifest.step))

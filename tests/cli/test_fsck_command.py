@@ -112,6 +112,8 @@ def test_repair_without_any_other_place_sets_aside(run: Path) -> None:
     assert "clean, after repairs" in said.out
     listed = everstep("ls", run, "--json").json
     assert LATER_STEP not in [c["step"] for c in listed["checkpoints"]]
+    assert (listed["aside"], listed["removing"]) == ([{"step": LATER_STEP, "incarnation": 2}], [])
+    assert "1 checkpoint is set aside as damaged" in everstep("ls", run).out
 
 
 def test_a_sample_is_told_with_its_seed_and_reads_less(made_run: Path) -> None:
