@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from botocore.exceptions import ClientError
 
 from tests.facade.conftest import forked, node
 
@@ -16,3 +17,17 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """One server for all tests of a session; each test takes a ``url()`` of its own."""
     with running_server(tmp_path_factory.mktemp("s3-server")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def checks_crc32(s3_server: S3Server) -> bool:
+    """Whether the server refuses a part with a wrong crc32, as another client finds."""
+    client, place = s3_server.client(), {"Bucket": s3_server.bucket, "Key": f"{s3_server.prefix}/crc32"}
+    upload = client.create_multipart_upload(**place, ChecksumAlgorithm="CRC32")["UploadId"]
+    try:
+        client.upload_part(**place, UploadId=upload, PartNumber=1, Body=b"1", ChecksumCRC32="AAAAAA==")
+    except ClientError:
+        return True
+    finally:
+        client.abort_multipart_upload(**place, UploadId=upload)
+    return False

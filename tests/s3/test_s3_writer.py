@@ -175,8 +175,10 @@ def test_an_answer_that_is_of_other_bytes(s3_server: S3Server, sums: str) -> Non
     run(s3_server, story, Trouble("UploadPart", nth=2, given=lambda: answer(200, etag=OTHERS["etag"])))
 
 
-def test_bytes_damaged_on_their_way(s3_server: S3Server) -> None:
+def test_bytes_damaged_on_their_way(s3_server: S3Server, sums: str, checks_crc32: bool) -> None:
     """The server refuses them by their checksum, and gets them once more."""
+    if sums == "crc32" and not checks_crc32:
+        pytest.skip("this server checks no crc32: parts have an MD5")
     seen: list[object] = []
 
     def damage(request: object) -> None:
