@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 CANNOT_TELL = 8
 WRONG_CALL = 16
+
+INFOS_MAX = 3
+"""Infos of a kind that are told one by one."""
 
 STEPS_MAX = 20
 """Steps that are told one by one."""
@@ -214,13 +218,10 @@ def _as_text(found: list[Checked], extent: Extent, code: int) -> str:
     lines: list[str] = []
     for one in found:
         where = f"{one.place}: " if len(found) > 1 else ""
-        for finding in one.mended.after:
-            said = (
-                finding.message if finding.name in finding.message else f"{finding.name}: {finding.message}"
-            )
-            lines.append(f"{finding.severity.value}: {where}{said}")
-            if finding.hurts:
-                lines.append(f"    {finding.hurts}")
+        for finding in told_first(one.mended.after):
+            lines += _lines(where, finding)
+        for kind, more in left_out(one.mended.after).items():
+            lines.append(f"info: {where}{more} more of the kind {kind} (--json tells all)")
         lines += [f"repaired: {where}{repair.name}: {repair.how}" for repair in one.mended.done]
         lines += [f"not repaired: {where}{name}: {why}" for name, why in one.mended.failed.items()]
         if one.verdict.lost:
@@ -239,6 +240,31 @@ def _as_text(found: list[Checked], extent: Extent, code: int) -> str:
         verdict += f" ({human_bytes(unread)} of images not read{seed})"
     lines.append(f"{', '.join(one.place for one in found)}: {verdict}")
     return "\n".join(lines)
+
+
+def _lines(where: str, finding: Finding) -> list[str]:
+    said = finding.message if finding.name in finding.message else f"{finding.name}: {finding.message}"
+    first = f"{finding.severity.value}: {where}{said}"
+    return [first, f"    {finding.hurts}"] if finding.hurts else [first]
+
+
+def told_first(findings: Sequence[Finding]) -> list[Finding]:
+    """All findings but infos beyond the first few of a kind."""
+    seen: Counter[str] = Counter()
+    told = []
+    for finding in findings:
+        if finding.severity.value == "info":
+            seen[finding.kind.value] += 1
+            if seen[finding.kind.value] > INFOS_MAX:
+                continue
+        told.append(finding)
+    return told
+
+
+def left_out(findings: Sequence[Finding]) -> dict[str, int]:
+    """How many infos of a kind are not told."""
+    seen = Counter(finding.kind.value for finding in findings if finding.severity.value == "info")
+    return {kind: count - INFOS_MAX for kind, count in seen.items() if count > INFOS_MAX}
 
 
 def _steps(keys: Sequence[tuple[int, int]]) -> str:

@@ -154,3 +154,13 @@ def test_pins_that_hold_nothing_are_told(run: Path) -> None:
     manifest.rename(run / "aside.json")
     found = [f for f in everstep("fsck", run, "--json").json["findings"] if f["kind"] == "pin"]
     assert [(f["severity"], f["step"]) for f in found] == [("info", 1)]
+
+
+def test_many_infos_of_a_kind_are_counted(run: Path) -> None:
+    for number in range(9):
+        (run / f"notes-{number}.txt").write_text("mine")
+    said = everstep("fsck", run)
+    assert said.code == 0
+    assert said.out.count("not a name of this format") == 3
+    assert "6 more of the kind foreign" in said.out
+    assert len(everstep("fsck", run, "--json").json["findings"]) == 9
