@@ -25,6 +25,9 @@ LOG_BYTES_MAX = 4 << 20
 LOG_TAIL_BYTES = 2000
 REAP_S = 2.0
 
+END_S = 0.5
+"""From the end of the pipe to that of the process: microseconds, as a rule."""
+
 READY = "ready"
 TAKEN = "taken"
 """Another process is the agent already."""
@@ -48,7 +51,7 @@ class Start:
         return self._pipe
 
     def look(self) -> str | None:
-        """The outcome, if it is known by now; never waits."""
+        """The outcome, if it is known by now; waits for no more than a process that is just ending."""
         if self.outcome is not None:
             return self.outcome
         try:
@@ -56,11 +59,23 @@ class Start:
             self._said += said
             if said and not self._said.endswith(b"\n"):
                 return None
-            self.outcome = self._said.decode(errors="replace").strip() or KILLED
+            self.outcome = self._said.decode(errors="replace").strip() or self._silent_end()
         except BlockingIOError:
             if time.monotonic() > self._deadline:
                 self.outcome = f"it did not report within {START_S_MAX} s; {self._log_tail()}"
         return self.outcome
+
+    def _silent_end(self) -> str:
+        """What it means that nothing was said: a process that ends by itself, with a code that says so, will do it
+        again; one that was killed, or that had forked already, was lost like any agent."""
+        code = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(END_S)
+        return (
+            f"it ended at once, with code {code}; {self._log_tail()}"
+            if code is not None and code > 0
+            else KILLED
+        )
 
     def close(self) -> None:
         """Forget about it. The process that we started has forked and ended by now; if not, it is ended."""
