@@ -307,7 +307,7 @@ class _Share:
         name = names.layout(hash_text)
         if await self._has_layout(hash_text):
             return 0
-        data = await durable.explained(_read(self.source, name))
+        data = await durable.explained(read_small(self.source, name))
         await asyncio.to_thread(proved, data, hash_text, name)
         try:
             await put_new(self.target, name, data)
@@ -319,7 +319,7 @@ class _Share:
 
     async def _has_layout(self, hash_text: str) -> bool:
         try:
-            data = await _read(self.target, names.layout(hash_text))
+            data = await read_small(self.target, names.layout(hash_text))
         except NotFound:
             return False
         return await asyncio.to_thread(_is_layout, data, hash_text)
@@ -392,7 +392,7 @@ async def _lower(source: Backend, target: Backend, manifest: Manifest) -> list[t
 async def _copy_decision(source: Backend, target: Backend, manifest: Manifest, number: int) -> None:
     """Create decision ``number`` of the source at ``target``; what stands there counts."""
     name = names.decision(manifest.step, manifest.incarnation, number)
-    data = await DurableSource(source, manifest, 1).explained(_read(source, name))
+    data = await DurableSource(source, manifest, 1).explained(read_small(source, name))
     decision = decode_decision(data, name)
     # By their bytes: a metric that is NaN differs from itself.
     if number == decision_number(manifest) and encode_decision(decision) != encode_decision(manifest):
@@ -404,7 +404,7 @@ async def _copy_decision(source: Backend, target: Backend, manifest: Manifest, n
 async def _copy_record(source: Backend, target: Backend, name: str) -> None:
     """Create a record of the source at ``target``. Raises RunError if another one has its name."""
     try:
-        data = await _read(source, name)
+        data = await read_small(source, name)
     except NotFound:
         raise Damaged(f"{name} is missing", found="nothing", expected="a record", name=name) from None
     try:
@@ -423,7 +423,7 @@ async def put_new(target: Backend, name: str, data: bytes) -> bool:
     """Put a small object unless it is there; whether it was not. Raises Conflict where other bytes have its name,
     SaveFailed, StorageFull, CannotTell. Where ``target`` cannot create atomically, whoever is last wins a race."""
     try:
-        there = await _read(target, name)
+        there = await read_small(target, name)
     except NotFound:
         with writing(target, name):
             await _put(target, name, data)
@@ -445,7 +445,7 @@ async def _put(target: Backend, name: str, data: bytes) -> None:
     await target.write(name, data)
 
 
-async def _read(backend: Backend, name: str) -> bytes:
+async def read_small(backend: Backend, name: str) -> bytes:
     """A small object. Raises NotFound, CannotTell."""
     with reading(backend, name):
         return await backend.read(name, SMALL_BYTES_MAX)

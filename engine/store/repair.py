@@ -28,7 +28,8 @@ from .asking import reading, writing
 from .catalog import list_step, look_at, open_vote, read_numbered
 from .commit import publish_decision, try_commit
 from .findings import Finding, Kind, Severity
-from .repair_rank import Share, read_small
+from .mirror import read_small
+from .repair_rank import Share
 from .runs import now
 from .sources import ArenaSource
 

@@ -18,16 +18,14 @@ from everstep.format.hashing import chunk_hashes
 from everstep.format.manifest import Manifest, RankRecord
 from everstep.format.vote import ImageRecord, StoredRecord, Vote, decode_vote, vote_hash
 
-from .asking import reading, writing
+from .asking import writing
 from .catalog import list_step, read_decision
+from .mirror import read_small
 from .revote import remade_votes
 from .sources import ArenaSource, DurableSource, bases_at
 
 PIECE_BYTES = 8 << 20
 """One read and one write; at least a chunk."""
-
-SMALL_BYTES_MAX = 256 << 20
-"""Votes are the largest of what is read in one piece."""
 
 Read = Callable[[int, memoryview], Awaitable[None]]
 """Fills the view with an object's bytes from an offset on."""
@@ -232,9 +230,3 @@ async def _try(
         for at, offset in zip(range(0, len(found), HASH_BYTES), every, strict=True)
         if found[at : at + HASH_BYTES] != expected[at : at + HASH_BYTES]
     ]
-
-
-async def read_small(place: Backend, name: str) -> bytes:
-    """A vote, record or decision. Raises NotFound, CannotTell."""
-    with reading(place, name):
-        return await place.read(name, SMALL_BYTES_MAX)

@@ -108,12 +108,8 @@ async def check_and_mend(
 
     Raises as :func:`~.fsck.check` and :func:`~.repair.repair`.
     """
-    seen = Seen()
-    before = [
-        finding async for finding in check(place, step=step, extent=extent, progress=progress, seen=seen)
-    ]
-    mended = Mended(before, before, seen=seen)
-    await _release(place, before, others, memory, mended)
+    mended = await check_only(place, step=step, extent=extent, progress=progress)
+    await _release(place, mended.before, others, memory, mended)
     for _ in range(PASSES_MAX):
         report = await repair(place, mended.after, others=others, memory=memory)
         mended.done += report.done

@@ -21,6 +21,7 @@ from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote, encode_vote, vo
 
 from .asking import reading
 from .catalog import list_steps, read_layout, read_vote
+from .mirror import read_small
 from .sources import ArenaSource
 
 PIECE_BYTES = 8 << 20
@@ -48,7 +49,7 @@ async def remade_votes(
     the manifest and neighbouring votes say. The caller proves them. Raises CannotTell."""
     place = manifest.step, manifest.incarnation, manifest.attempt, record.rank
     with suppress(NotFound, Damaged):
-        data = await _read(target, names.vote(*place))
+        data = await read_small(target, names.vote(*place))
         vote = vote_of_index(data, place, manifest.world, record.layout_hash, names.vote(*place))
         yield encode_vote(vote), "its header, from its index"
     for source in memory:
@@ -163,8 +164,3 @@ def _coordinates(mesh: dict[str, int], rank: int) -> dict[str, int]:
         found[dim] = left // below % size
         left %= below
     return found
-
-
-async def _read(target: Backend, name: str) -> bytes:
-    with reading(target, name):
-        return await target.read(name)
