@@ -9,7 +9,6 @@ from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError
 from everstep.errors import EverstepError
 from everstep.format.records import RunRecord
-from everstep.format.vote import STATE_IMAGE, Vote
 from everstep.store.catalog import require_standing
 from everstep.store.sources import DurableSource
 from everstep.store.staged import bases_near, near_source
@@ -48,9 +47,3 @@ async def rank_source(
         return DurableSource(root, manifest, run.chunk_bytes, bases=bases)
     return DurableSource(root, manifest, run.chunk_bytes)
 
-
-def is_based(vote: Vote) -> bool:
-    """Whether the share is stored against its base, or has nothing that could be."""
-    return vote.parent is not None or all(
-        not image.nbytes for image in vote.images if image.name != STATE_IMAGE
-    )

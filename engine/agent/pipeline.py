@@ -2,8 +2,8 @@
 step.
 
 A *flush* is one attempt at one step; each local rank adds a *job* to it. Jobs are written one at a time, in
-the order of their acceptance (the disk is one); commits of several flushes may wait for votes side by side.
-With a tier of the node's own (:mod:`.staging`) they are written there, and uploaded from there by a queue of their
+the order of their acceptance (the disk is one), a delta behind the verdict on its base; commits of several flushes may
+wait for votes side by side. With a tier of the node's own (:mod:`.staging`) they are written there, and uploaded from there by a queue of their
 own (:mod:`.uploads`). A flush ends with one verdict for all ranks. Everything here runs on the agent's loop.
 """
 
@@ -13,7 +13,6 @@ import asyncio
 import functools
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any
@@ -28,11 +27,11 @@ from everstep.format.vote import Vote
 from everstep.memory.slots import Pinned
 from everstep.store.catalog import Standing, look_at, read_decision_at
 from everstep.store.commit import abort_attempt, try_commit
-from everstep.store.flush import FlushJob, flush_rank
+from everstep.store.flush import UNBASED, FlushJob, flush_rank
 from everstep.store.sources import DurableSource
 
 from .attempts import open_attempt, sweep, what_stands
-from .basing import base_of, is_based
+from .basing import base_of
 from .flushes import Flush, Job, KnownLayouts, Owner, checked, gather, logged, unpin
 from .journal import QUEUED, STAGED, VOTED, JobEntry
 from .staging import Staging
@@ -41,6 +40,7 @@ from .uploads import Uploads, is_the_roots, pause_after
 from .values import Progress
 from .verdict import error_of, findings, given_up, ranks_missing, stage_of, superseded
 from .waiting import happened
+from .writing import Jobs
 
 log = logging.getLogger("everstep.agent")
 
@@ -73,8 +73,7 @@ class Pipeline:
         self._run = run
         self._queue_max = queue_max
         self._flushes: dict[tuple[int, int], Flush] = {}
-        self._queue: deque[tuple[Flush, Job]] = deque()
-        self._wake = asyncio.Event()
+        self._queue = Jobs(self._is_awaited)
         self._at_work: dict[asyncio.Task[None], Flush] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._layouts = KnownLayouts()
@@ -124,8 +123,7 @@ class Pipeline:
         if flush.ending is not None or flush.settled:
             return
         if job.entry.stage == QUEUED:
-            self._queue.append((flush, job))
-            self._wake.set()
+            self._queue.put(flush, job)
         if flush.voter is None:
             flush.voter = asyncio.ensure_future(self._conclude(flush))
         flush.changed.set()
@@ -161,15 +159,15 @@ class Pipeline:
 
     async def _write_all(self) -> None:
         while True:
-            while not self._queue:
-                self._wake.clear()
-                await self._wake.wait()
-            flush, job = self._queue.popleft()
-            if flush.ended:
-                continue
+            flush, job = await self._queue.next()
             error = await self._apart(flush, self._write(flush, job))
             if error is not None:
                 self._fail(flush, error, job.entry.rank)
+
+    def _is_awaited(self, base: tuple[int, int]) -> bool:
+        """Whether a delta is written only once its base has its verdict. Where shares are staged they are not held up
+        by the root: there it is stored in full."""
+        return self.staging is None and base in self._flushes
 
     async def _apart(self, flush: Flush, work: Coroutine[Any, Any, None]) -> BaseException | None:
         """Do a part of the flush in a task of its own, which the flush's end cancels; what went wrong."""
@@ -287,6 +285,7 @@ class Pipeline:
                 notes=functools.partial(self._owner.notes, entry),
                 base=base,
                 compress=self.compress,
+                delta=entry.base is not None,
             )
         )
         self._compare(flush, entry, vote)
@@ -301,7 +300,7 @@ class Pipeline:
 
     def _compare(self, flush: Flush, entry: JobEntry, vote: Vote) -> None:
         """Tell of a share that was to be a delta and is none: the next flush had better be a full."""
-        if entry.base is not None and not is_based(vote):
+        if UNBASED in vote.meta:
             self._say(flush, "unbased", rank=entry.rank)
 
     def bases(self) -> set[tuple[int, int]]:
@@ -315,7 +314,8 @@ class Pipeline:
         """Write the share to the node's tier; whether that could be done. If not, the root has to do."""
         assert job.pinned is not None
         try:
-            vote = await staging.put(work, job.pinned, base, self.compress)
+            is_delta = job.entry.base is not None
+            vote = await staging.put(work, job.pinned, base, self.compress, delta=is_delta)
         except (BackendError, EverstepError, OSError) as error:
             words = in_our_words(error, step=flush.step, rank=job.entry.rank, tier=staging.url)
             log.warning("%s: %s", staging.tier.name, words)
@@ -536,6 +536,8 @@ class Pipeline:
         if isinstance(decision, Manifest):
             stage, error = "committed", None
             self._newest = max(self._newest, flush.key)
+            for rank in set(decision.facts.get(UNBASED, ())) - set(flush.jobs):
+                self._say(flush, "unbased", rank=rank)
             for about, said in findings(decision, self.backend.url):
                 log.warning("step %d: %s", flush.step, said)
                 self._say(flush, about, error=said)
@@ -557,6 +559,7 @@ class Pipeline:
         if self._flushes.get(flush.key) is flush:
             del self._flushes[flush.key]
         flush.over.set()
+        self._queue.look()
         self._say(flush, stage, error=error, decided=manifest)
         if stage == "committed" or isinstance(error, StorageFull):
             self._owner.rotate(flush.incarnation)

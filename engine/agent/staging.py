@@ -67,7 +67,13 @@ class Staging:
             return None
 
     async def put(
-        self, work: FlushJob, pinned: Pinned, base: DurableSource | None = None, compress: str | None = None
+        self,
+        work: FlushJob,
+        pinned: Pinned,
+        base: DurableSource | None = None,
+        compress: str | None = None,
+        *,
+        delta: bool = False,
     ) -> Vote:
         """Write the pinned snapshot; its vote. Raises what flush_rank does, and RunError; nothing of it stays then."""
         try:
@@ -81,6 +87,7 @@ class Staging:
                     run=self._run,
                     base=base,
                     compress=compress,
+                    delta=delta,
                 )
             )
         except (BackendError, EverstepError, OSError) as error:

@@ -54,6 +54,10 @@ IMAGE_REGION = "image:"
 """Names of a slot's regions; an image's region is this and the image's name."""
 
 
+UNBASED = "unbased"
+"""In what a vote says of its rank: a share of a delta for which no base could be used. In a manifest's facts: the ranks
+that say so."""
+
 NotesOf = Callable[[str], Notes]
 """What is remembered of an object's upload, by the object's name."""
 
@@ -112,12 +116,14 @@ async def flush_rank(
     notes: NotesOf | None = None,
     base: DurableSource | None = None,
     compress: str | None = None,
+    delta: bool = False,
 ) -> Vote:
     """Write the pinned snapshot as ``job``'s share and vote. Doing it again, after a crash at any point, ends
     in the same vote. ``layouts`` are hashes of those that were found right on the backend before; this one is added.
     ``notes`` gives, by an object's name, what its writer remembers over a crash. With ``base``, an older checkpoint,
     images are stored as deltas of its images (:mod:`.packing`), with ``compress="zstd"`` packed without one where there
-    is none; state images are always plain. A base that cannot be read, or has another layout, is done without.
+    is none; state images are always plain. A base that cannot be read, or has another layout, is done without; where
+    the checkpoint is to be a ``delta``, the vote says so then (:data:`UNBASED`).
 
     Raises SaveFailed or StorageFull (nothing counts; the same attempt may be tried again), SaveAbandoned (the
     attempt was given up), SlotGone (the slot was reused), Damaged (the slot's bytes changed after sealing),
@@ -158,6 +164,8 @@ async def flush_rank(
     pinned.seal(tuple([record.plain() for record in records]))
     pinned.check()
     meta.pop(HASHES, None)
+    if delta and (packing is None or not packing.bases) and any(one.nbytes for one in records[:-1]):
+        meta[UNBASED] = True
     vote = _vote(job, pinned, records, hashes, meta)
     return await publish_vote(backend, job, vote)
 

@@ -65,6 +65,36 @@ def test_each_node_merges_what_its_ranks_wrote(root: Path, agent: str) -> None:
         assert stands(root)[10].kind == "full"
 
 
+CUT = """
+from tests.delta.runs_kit import *
+rank = int(os.environ["RANK"])
+work = Adapter(rank)
+ckpt = deltas(root, agent="inline", full_every=None, node=f"node-{rank}")
+ckpt.load(work.at(0))
+for step in range(1, 4):
+    ckpt.step(step, work.at(step)).wait()
+if rank == 1:
+    [image] = root.glob("checkpoints/*1/*/a1/rank-00001.*.safetensors")
+    os.truncate(image, 4096)
+for step in range(4, 12):
+    ckpt.step(step, work.at(step)).wait()
+ckpt.close()
+"""
+
+
+def test_a_base_that_is_lost_to_another_node_makes_a_full(root: Path) -> None:
+    """Rank 0 has it still, and hears of it by the checkpoint's manifest."""
+    torchrun(CUT, root)
+    there = stands(root)
+    kinds = [there[step].kind for step in range(1, 12)]
+    after = 1 + kinds.index("full", 1)
+    assert kinds[:4] == ["full", "delta", "delta", "delta"] and kinds.count("full") == 2
+    assert 5 <= after <= 8 and kinds[after - 1] == "full"  # what was decided ahead comes before
+    assert all(there[step].base == after for step in range(after + 1, 12))
+    votes = sorted((root / "checkpoints" / "000000004").glob("*/a1/rank-*.model.*"))
+    assert [vote.suffix for vote in votes] == [".packed", ".safetensors"]
+
+
 def test_a_delta_takes_its_chain_to_a_further_tier(root: Path, tmp_path: Path) -> None:
     far = tmp_path / "far"
     work = Adapter()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import everstep
 import pytest
 import torch
 from everstep.errors import Damaged
+from everstep.store.commit import abort_attempt, try_commit
 
 from tests.facade.kit import forget_memory, steps_on_disk, until
 
@@ -22,8 +25,8 @@ def test_deltas_are_flushed_by_the_schedule_and_loaded_bit_by_bit(root: Path) ->
     ckpt.close()
     found = stands(root)
     fulls = [step for step, one in found.items() if one.kind == "full"]
-    assert fulls[0] == 1 and 10 in fulls and all(found[step].kind == "delta" for step in (4, 6, 8, 12))
-    assert [found[step].base for step in (6, 8, 14)] == [1 if 2 not in fulls else 2] * 2 + [10]
+    assert fulls[:2] == [1, 10] and all(found[step].kind == "delta" for step in (2, 4, 6, 8, 12))
+    assert [found[step].base for step in (2, 8, 14)] == [1, 1, 10]
     for step in found:
         assert is_bit_equal(root, step, work), step
     forget_memory(root)
@@ -32,6 +35,54 @@ def test_deltas_are_flushed_by_the_schedule_and_loaded_bit_by_bit(root: Path) ->
     with deltas(root) as other:
         state = again.at(0)
         assert other.load(state) == 14 and work.is_at(14, state)
+
+
+def test_after_one_full_all_are_deltas(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that are asked for before it is durable: they are written behind it."""
+    calm: list[bool] = []
+
+    async def commit(*args: Any, **options: Any) -> Any:
+        while not calm:
+            await asyncio.sleep(0.01)
+        return await try_commit(*args, **options)
+
+    monkeypatch.setattr("everstep.agent.pipeline.try_commit", commit)
+    work = Adapter()
+    ckpt = deltas(root, full_every=None, memory=everstep.Memory(slots=6))
+    ckpt.load(work.at(0))
+    for step in range(1, 5):
+        ckpt.step(step, work.at(step))
+    until(lambda: list(root.glob("checkpoints/*/*/a1/*.vote")), "the full is written")
+    assert not stands(root) and ckpt.status()["unfinished"] == [1, 2, 3, 4]
+    calm.append(True)
+    train(ckpt, work, range(5, 8))
+    ckpt.close()
+    found = stands(root)
+    assert [found[step].base for step in range(1, 8)] == [None, 1, 1, 1, 1, 1, 1]
+    assert all(is_bit_equal(root, step, work) for step in found)
+
+
+def test_a_first_full_that_comes_to_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was to stand on it is stored in full, and what comes then stands on that."""
+
+    async def commit(backend: Any, step: int, *args: Any, **options: Any) -> Any:
+        if step == 1:
+            return await abort_attempt(backend, step, *args[:2], reason="no luck")
+        return await try_commit(backend, step, *args, **options)
+
+    monkeypatch.setattr("everstep.agent.pipeline.try_commit", commit)
+    work = Adapter()
+    ckpt = deltas(root, full_every=None, memory=everstep.Memory(slots=6))
+    ckpt.load(work.at(0))
+    with pytest.warns(RuntimeWarning, match="no luck"):
+        ckpt.step(1, work.at(1))
+        for handle in [ckpt.step(step, work.at(step)) for step in (2, 3)]:
+            handle.wait()
+        train(ckpt, work, range(4, 9))
+    ckpt.close()
+    found = stands(root)
+    assert 1 not in found and found[2].kind == "full" and found[8].kind == "delta"
+    assert all(is_bit_equal(root, step, work) for step in found)
 
 
 def test_what_does_not_change_costs_nothing(root: Path) -> None:
@@ -77,6 +128,26 @@ def test_chains_of_previous_ones_are_no_longer_than_allowed(root: Path) -> None:
     assert 3 < longest <= 5  # of a full and four deltas
     assert is_bit_equal(root, 24, work) and is_bit_equal(root, 17, work)
     ckpt.close()
+
+
+@pytest.mark.parametrize("base", ["full", "previous"])
+def test_chains_are_short_though_no_merge_comes_to_its_turn(
+    root: Path, monkeypatch: pytest.MonkeyPatch, base: str
+) -> None:
+    monkeypatch.setattr("everstep.agent.tiers.Tiers.is_recovering", lambda self: True)
+    work = Adapter()
+    ckpt = deltas(root, full_every=None, delta_base=base, max_chain=3, memory=everstep.Memory(slots=5))
+    ckpt.load(work.at(0))
+    for step in range(1, 25):  # the next ones are always queued
+        ckpt.step(step, work.at(step))
+    ckpt.step(25, work.at(25)).wait()
+    found = stands(root)
+    assert len(found) == 25 and all(one.attempt == 1 for one in found.values())
+    assert max(len(chain(root, step)) for step in found) <= 1 + 3
+    roots = [chain(root, step)[-1] for step in found]
+    assert max(map(roots.count, roots)) <= 1 + 2 * 3 + 3  # commits are told in any order
+    assert all(is_bit_equal(root, step, work) for step in (7, 14, 25))
+    ckpt.close(flush=False)
 
 
 def test_a_resumed_run_goes_on_with_deltas(root: Path) -> None:
