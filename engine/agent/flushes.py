@@ -105,8 +105,8 @@ class Owner(Protocol):
         vote: their trainers are dead, without that snapshot."""
         ...
 
-    async def lost_elsewhere(self, flush: Flush, missing: list[int]) -> tuple[list[int], str]:
-        """Those of ``missing`` on other nodes that can never vote, and why."""
+    async def lost_elsewhere(self, incarnation: int, missing: list[int]) -> tuple[list[int], str]:
+        """Those of ``missing`` ranks on other nodes that can never vote, and why."""
         ...
 
     def at_work_elsewhere(self, missing: list[int]) -> bool:

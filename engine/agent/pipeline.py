@@ -446,7 +446,7 @@ class Pipeline:
         lost = await self._owner.stand_in(flush, missing) if missing else []
         why = "died without a snapshot of it"
         if missing and not lost and time.monotonic() - since > LOOK_AFTER_S:
-            lost, why = await self._owner.lost_elsewhere(flush, missing)
+            lost, why = await self._owner.lost_elsewhere(flush.incarnation, missing)
         late = time.monotonic() - since > self.commit_timeout_s and not self._uploads_elsewhere(
             flush, missing
         )

@@ -422,8 +422,8 @@ class Service:
             await self._pipeline.add(entry, self.pin_of(member, snapshot.index, snapshot.generation))
         return lost
 
-    async def lost_elsewhere(self, flush: Flush, missing: list[int]) -> tuple[list[int], str]:
-        return await self._elsewhere.lost(flush, missing)
+    async def lost_elsewhere(self, incarnation: int, missing: list[int]) -> tuple[list[int], str]:
+        return await self._elsewhere.lost(incarnation, missing)
 
     def at_work_elsewhere(self, missing: list[int]) -> bool:
         return self._elsewhere.at_work(missing)
