@@ -35,7 +35,7 @@ from .memory.slots import Pinned
 from .memorytier import Key, MemoryTier
 from .outcomes import FINISHED, Outcomes
 from .places import Place
-from .plan.chains import DELTA, Chains
+from .plan.chains import DELTA, Chains, Kind
 from .plan.schedule import Decision
 from .policy import Policy
 from .ranks import Ranks
@@ -199,6 +199,10 @@ class Session:
             self._send_pending()
             self._hear_quietly()
         return self.outcomes.outcome(step, url)
+
+    def kind(self, step: int) -> Kind:
+        """For handles: what the checkpoint of ``step`` is, as far as was heard."""
+        return self.outcomes.kind(step)
 
     def _url(self, step: int, tier: str | None) -> str | None:
         """Of the further tier of that name. BadOption where there is none, or the step does not go there."""

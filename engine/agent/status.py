@@ -33,7 +33,8 @@ def describe(service: Service, epoch: int, seconds: float) -> dict[str, Any]:
                 "step": f.step,
                 "incarnation": f.incarnation,
                 "attempt": f.attempt,
-                "kind": next((job.entry.kind for job in f.jobs.values()), "full"),
+                "kind": "delta" if f.is_delta else "full",
+                "base": next((job.entry.base[1] for job in f.jobs.values() if job.entry.base), None),
                 "ranks": {str(rank): job.entry.stage for rank, job in f.jobs.items()},
             }
             for f in flushes

@@ -50,8 +50,9 @@ def test_after_one_full_all_are_deltas(root: Path, monkeypatch: pytest.MonkeyPat
     work = Adapter()
     ckpt = deltas(root, full_every=None, memory=everstep.Memory(slots=6))
     ckpt.load(work.at(0))
-    for step in range(1, 5):
-        ckpt.step(step, work.at(step))
+    handles = [ckpt.step(step, work.at(step)) for step in range(1, 5)]
+    assert [one.kind for one in handles if one] == ["full", "delta", "delta", "delta"]
+    assert repr(handles[1]) == "SaveHandle(step=2, delta, on its way)"
     until(lambda: list(root.glob("checkpoints/*/*/a1/*.vote")), "the full is written")
     assert not stands(root) and ckpt.status()["unfinished"] == [1, 2, 3, 4]
     calm.append(True)
@@ -172,7 +173,11 @@ def test_another_layout_makes_a_full(root: Path) -> None:
         ckpt.load(work.at(0))
         train(ckpt, work, range(1, 6))
         work.state["more"] = torch.ones(5)
-        train(ckpt, work, range(6, 11))
+        handle = ckpt.step(6, work.at(6))
+        assert handle is not None and handle.kind == "delta"
+        handle.wait()
+        assert handle.kind == "full"
+        train(ckpt, work, range(7, 11))
     found = stands(root)
     assert found[5].kind == "delta" and found[6].kind == "full"
     later = found[10]
@@ -213,8 +218,10 @@ def test_an_explicit_save_is_a_full(root: Path) -> None:
         handle = ckpt.step(step, work.at(step))
         if step == 16:
             handle.wait()
-        ckpt.save(step, work.at(step)).wait()
+        again = ckpt.save(step, work.at(step))
+        again.wait()
         merged(root, step)
+        until(lambda: again.done() and again.kind == "full", "it is heard")
     ckpt.step(20, work.at(20))
     ckpt.step(21, work.at(21))
     ckpt.close()
