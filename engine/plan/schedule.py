@@ -15,7 +15,7 @@ OnSlow = Literal["wait", "skip", "supersede"]
 ON_SLOW: tuple[OnSlow, ...] = ("wait", "skip", "supersede")
 
 AUTO = "auto"
-"""The interval between flushes that follows from what one costs."""
+"""The interval between fulls that follows from what one costs."""
 
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|h|d)")
@@ -221,7 +221,7 @@ class Schedule:
                 self._tiers[name] = _Share(every)
 
     def flush_every(self, seconds: float) -> None:
-        """From now on this is the interval between flushes."""
+        """From now on this is the interval between fulls."""
         self._full.every = Every(seconds=seconds)
 
     def extend(
