@@ -324,7 +324,7 @@ class Tier:
     ``scope="node"`` is a directory of each node's own (NVMe) between memory and a root that is slow, at most one,
     named "nvme": every flush is written there first, which frees its slot, and uploaded to the root from there, also
     after the agent died or the node was rebooted. Its retention (``keep_last``, ``keep_every``) removes nothing newer
-    than the newest checkpoint at the root.
+    than the newest checkpoint at the root, nor the bases of deltas that stay.
     """
 
     url: str | os.PathLike[str]

@@ -235,6 +235,9 @@ class Tiers:
         await self._service.journaled(self._service.journal.drop_merge, entry, owed)
         if self._mirrors is not None:
             self._unplaced += self._mirrors.owe(owed)
+        for staging in self._stagings if manifest is not None else ():
+            # The full counts, and is at the root alone: what is here would only keep what it stands on.
+            await staging.sweep(entry.step, entry.incarnation, entry.attempt - 1)
 
     @property
     def patience_s(self) -> float:

@@ -10,6 +10,8 @@ import torch
 
 from tests.facade.kit import forget_memory, torchrun, until
 
+from tests.nvme.kit import staged
+
 from .runs_kit import Adapter, chain, deltas, is_bit_equal, merged, stands
 
 JOB = """
@@ -127,6 +129,26 @@ def test_a_merged_full_goes_where_the_delta_went(root: Path, tmp_path: Path) -> 
     assert all(is_bit_equal(far, step, work) for step in (full, 9))
 
 
+def test_the_nodes_own_tier_keeps_bases(root: Path, tmp_path: Path) -> None:
+    """So a delta is made without a look at the root's images."""
+    near = tmp_path / "near"
+    work = Adapter()
+    ckpt = deltas(root, tiers=[everstep.Tier(near, scope="node", keep_last=1)], full_every=None)
+    ckpt.load(work.at(0))
+    for step in range(1, 4):
+        ckpt.step(step, work.at(step)).wait()
+    full = max(step for step, one in stands(root).items() if one.kind == "full")
+    (image,) = root.glob(f"checkpoints/{full:09d}/*/a1/*.safetensors")
+    whole = image.rename(tmp_path / "away")
+    for step in range(4, 8):
+        ckpt.step(step, work.at(step)).wait()
+    ckpt.close()
+    assert [stands(root)[step].base for step in range(4, 8)] == [full] * 4
+    assert staged(near) == [full, 7]
+    whole.rename(image)
+    assert is_bit_equal(root, 7, work)
+
+
 def test_through_the_nodes_own_tier(root: Path, tmp_path: Path) -> None:
     near = tmp_path / "near"
     work = Adapter()
@@ -139,6 +161,8 @@ def test_through_the_nodes_own_tier(root: Path, tmp_path: Path) -> None:
     there = stands(root)
     assert there[10].kind == "delta" and any(one.attempt == 2 for one in there.values())
     assert list(near.glob("checkpoints/*/*/*/*.packed"))
+    fulls = [step for step, one in there.items() if one.attempt == 2]
+    assert not set(fulls) & set(staged(near))  # they are at the root, and nothing is kept for them here
     assert all(is_bit_equal(root, step, work) for step in there)
     forget_memory(root)
     again = deltas(root, tiers=[everstep.Tier(near, scope="node")], full_every=None)
