@@ -33,7 +33,7 @@ class SaveHandle:
 
     @property
     def kind(self) -> Kind:
-        """"full", or "delta" for one that needs another checkpoint, its base: as it was asked for, until it is durable;
+        """ "full", or "delta" for one that needs another checkpoint, its base: as it was asked for, until it is durable;
         then as it is. A delta may be stored in full, and be made a full later."""
         return self._watched.kind(self.step)
 

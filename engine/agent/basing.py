@@ -46,4 +46,3 @@ async def rank_source(
             return found
         return DurableSource(root, manifest, run.chunk_bytes, bases=bases)
     return DurableSource(root, manifest, run.chunk_bytes)
-

@@ -142,7 +142,9 @@ class Beacons:
     def _queue(self) -> int:
         """Other nodes wait for what is under way here: flushes, and deltas that are made fulls."""
         service = self._service
-        return 0 if service.pipeline is None else len(service.pipeline.flushes()) + len(service.tiers.merging())
+        return (
+            0 if service.pipeline is None else len(service.pipeline.flushes()) + len(service.tiers.merging())
+        )
 
     def status(self) -> dict[str, Any]:
         """What the beacon would say now, how long ago the last one was written, and why the next one was not."""

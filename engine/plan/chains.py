@@ -115,9 +115,7 @@ class Chains:
         on one full: the merge that was to end that has not come to its turn."""
         most = self._max - 1 if self._previous else 0
         usable = [
-            key
-            for key, place in self._known.items()
-            if place.depth <= most and place.full[1] >= self._spoilt
+            key for key, place in self._known.items() if place.depth <= most and place.full[1] >= self._spoilt
         ]
         found = max(usable, key=_age, default=None)
         if found is not None and self._standing_on(self._known[found].full) < 2 * self._max:

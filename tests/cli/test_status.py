@@ -155,12 +155,19 @@ def test_kinds_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     base = {"incarnation": 1, "step": 1, "attempt": 1}
     made = [manifest(1, 1), manifest(2, 1, kind="delta", parent=base)]
     root = bare_run(tmp_path / "run", incarnation(1), manifests=made)
-    flushes = [{"step": 3, "kind": "delta", "base": 1, "attempt": 1}, {"step": 4, "kind": "full", "base": None}]
+    flushes = [
+        {"step": 3, "kind": "delta", "base": 1, "attempt": 1},
+        {"step": 4, "kind": "full", "base": None},
+    ]
     status = {"pid": 1, "flushes": flushes, "merging": [2], "live": {}}
     monkeypatch.setattr("everstep.cli.sight._agent_status", lambda place, run_ids: status)
     said = CliRunner().invoke(main, ["status", str(root), "--memory", str(tmp_path)]).output
     assert re.search(r"^durable +2  delta on step 1, ", said, re.M), said
-    for line in ("flushing step 3: delta on step 1", "flushing step 4: full", "step 2: a delta that is being"):
+    for line in (
+        "flushing step 3: delta on step 1",
+        "flushing step 4: full",
+        "step 2: a delta that is being",
+    ):
         assert line in said
     said = CliRunner().invoke(main, ["status", str(root), "--json", "--memory", str(tmp_path)]).output
     told = json.loads(said)
