@@ -44,6 +44,8 @@ def test_agent_killed_while_merging(root: Path, monkeypatch: pytest.MonkeyPatch,
     until(lambda: not ckpt.status()["agent"]["merging"], "all merges are over")
     full = next(step for step, one in stands(root).items() if one.attempt == 2)
     merged(root, full)
+    ckpt.save(11, work.at(11)).wait()
+    until(lambda: not list(root.glob(f"checkpoints/{full:09d}/*/a1/*")), "the delta's objects go")
     assert all(is_bit_equal(root, step, work) for step in range(1, 11))
     ckpt.close()
 

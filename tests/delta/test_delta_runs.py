@@ -11,6 +11,7 @@ import pytest
 import torch
 from everstep.errors import Damaged
 from everstep.store.commit import abort_attempt, try_commit
+from everstep.store.sources import DurableSource
 
 from tests.facade.kit import forget_memory, steps_on_disk, until
 
@@ -249,6 +250,30 @@ def test_what_deltas_stand_on_stays(root: Path) -> None:
     there = stands(root)
     assert {10, 11} < set(there)
     assert is_bit_equal(root, 10, work) and is_bit_equal(root, 11, work)
+
+
+def test_a_load_of_a_delta_that_becomes_a_full_meanwhile(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And whose objects are removed while they are read: the full is loaded instead."""
+    work, calm = Adapter(), [False]
+    monkeypatch.setattr("everstep.agent.tiers.Tiers.is_recovering", lambda self: not calm[0])
+    ckpt = deltas(root, full_every=None, max_chain=2)
+    ckpt.load(work.at(0))
+    train(ckpt, work, range(1, 9))
+    (step, *_) = ckpt.status()["agent"]["merging"]  # not in memory any more
+    read_object, seen = DurableSource.read_object, list[str]()
+
+    async def read(self: DurableSource, rank: int, image: Any, offset: int, view: memoryview) -> None:
+        if self.step == step and not calm[0]:
+            calm[0] = True
+            gone = root / "checkpoints" / f"{step:09d}" / "0001" / "a1"
+            await asyncio.to_thread(until, lambda: not list(gone.glob("*")), "the delta's objects go")
+        seen.append(image.name)
+        await read_object(self, rank, image, offset, view)
+
+    monkeypatch.setattr(DurableSource, "read_object", read)
+    assert is_bit_equal(root, step, work)
+    assert calm[0] and seen and stands(root)[step].attempt == 2
+    ckpt.close()
 
 
 def test_merged_by_an_agent_of_its_own(root: Path) -> None:
