@@ -31,7 +31,7 @@ from everstep.store.flush import UNBASED, FlushJob, flush_rank
 from everstep.store.sources import DurableSource
 
 from .attempts import open_attempt, sweep, what_stands
-from .basing import base_of
+from .basing import ArenaOf, Basing, no_arena
 from .flushes import Flush, Job, KnownLayouts, Owner, checked, gather, logged, unpin
 from .journal import QUEUED, STAGED, VOTED, JobEntry
 from .staging import Staging
@@ -63,12 +63,20 @@ class Pipeline:
     changed at any time. ``_at_work`` is what is written and uploaded just now."""
 
     def __init__(
-        self, owner: Owner, run: RunRecord, backend: Backend, *, queue_max: int, commit_timeout_s: float
+        self,
+        owner: Owner,
+        run: RunRecord,
+        backend: Backend,
+        *,
+        queue_max: int,
+        commit_timeout_s: float,
+        arena_of: ArenaOf = no_arena,
     ) -> None:
         self.backend = backend
         self.staging: Staging | None = None
         self.commit_timeout_s = commit_timeout_s
         self.compress: str | None = None
+        self.basing = Basing(run, backend, arena_of)
         self._owner = owner
         self._run = run
         self._queue_max = queue_max
@@ -269,7 +277,7 @@ class Pipeline:
         entry, pinned = job.entry, job.pinned
         reach("agent.begun", str(entry.step))
         work = FlushJob(entry.step, entry.incarnation, entry.attempt, entry.rank, entry.world)
-        base = await self._base(entry)
+        base = await self.basing.of(entry, self.staging.backend if self.staging is not None else None)
         if self.staging is not None and await self._stage(flush, job, self.staging, work, base):
             return
         if not await self._is_open(flush):
@@ -292,21 +300,10 @@ class Pipeline:
         reach("agent.voted", str(entry.step))
         await self._voted(flush, job, vote)
 
-    async def _base(self, entry: JobEntry) -> DurableSource | None:
-        near = self.staging.backend if self.staging is not None else None
-        if entry.base is None:
-            return None
-        return await base_of(entry.base, entry.rank, self.backend, near, self._run)
-
     def _compare(self, flush: Flush, entry: JobEntry, vote: Vote) -> None:
         """Tell of a share that was to be a delta and is none: the next flush had better be a full."""
         if UNBASED in vote.meta:
             self._say(flush, "unbased", rank=entry.rank)
-
-    def bases(self) -> set[tuple[int, int]]:
-        """(incarnation, step) that deltas under way stand on."""
-        jobs = [job for flush in self._flushes.values() for job in flush.jobs.values()]
-        return {job.entry.base for job in jobs if job.entry.base is not None}
 
     async def _stage(
         self, flush: Flush, job: Job, staging: Staging, work: FlushJob, base: DurableSource | None

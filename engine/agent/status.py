@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from everstep.memory.process import Process
@@ -41,6 +42,7 @@ def describe(service: Service, epoch: int, seconds: float) -> dict[str, Any]:
         ],
         "tiers": service.tiers.status(),
         "merging": service.tiers.merging(),
+        "bases": {} if service.pipeline is None else asdict(service.pipeline.basing.read),
         "pace": service.pacing.status(),
         "guard": service.protection.status(),
     }

@@ -152,6 +152,46 @@ def test_chains_are_short_though_no_merge_comes_to_its_turn(
     ckpt.close(flush=False)
 
 
+@pytest.mark.parametrize(
+    ("base", "every", "slots", "kept"),
+    [("full", 1, 3, False), ("full", 1, 4, True), ("previous", 4, 4, True), ("previous", 1, 6, True)],
+)
+def test_bases_are_read_from_memory_where_there_is_room(
+    root: Path, base: str, every: int, slots: int, kept: bool
+) -> None:
+    """With three slots those that happen to be there; with more of them one is kept."""
+    work = Adapter(frozen=1000)  # each chunk changes
+    memory = everstep.Memory(slots=slots)
+    ckpt = deltas(root, full_every=None, delta_base=base, delta_every=every, memory=memory)
+    ckpt.load(work.at(0))
+    train(ckpt, work, range(1, 10 * every))
+    read = ckpt.status()["agent"]["bases"]
+    assert ckpt.status()["agent"]["merging"] == []
+    assert [one.kind for one in stands(root).values()] == ["full"] + ["delta"] * (10 - (every == 1) - 1)
+    if kept:
+        assert read["storage"] == 0 and read["memory"] > 8 * 12000
+    else:
+        assert read["storage"] > 4 * 12000  # the full's slot was needed
+    assert is_bit_equal(root, 9 * every, work)
+    ckpt.close()
+
+
+def test_what_is_wrong_in_memory_is_read_from_storage(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(target: memoryview, source: memoryview) -> None:
+        target[:] = source
+        target[0] ^= 1
+
+    monkeypatch.setattr("everstep.agent.basing.copy_bytes", damaged)
+    work = Adapter(frozen=1000)
+    with deltas(root, full_every=None, delta_base="previous") as ckpt:
+        ckpt.load(work.at(0))
+        train(ckpt, work, range(1, 5))
+        read = ckpt.status()["agent"]["bases"]
+    assert read["memory"] == 0 and read["storage"] > 3 * 12000
+    assert all(is_bit_equal(root, step, work) for step in range(1, 5))
+    assert stands(root)[4].kind == "delta" and stands(root)[4].nbytes < stands(root)[1].nbytes
+
+
 def test_a_resumed_run_goes_on_with_deltas(root: Path) -> None:
     work = Adapter()
     with deltas(root, full_every="1h") as ckpt:
