@@ -33,8 +33,8 @@ class SaveHandle:
 
     @property
     def kind(self) -> Kind:
-        """ "full", or "delta" for one that needs another checkpoint, its base: as it was asked for, until it is durable;
-        then as it is. A delta may be stored in full, and be made a full later."""
+        """What it was asked for as, until it is durable; then what it is: a "delta" needs another checkpoint, its base,
+        a "full" none. A delta may be stored in full, or be made a full later."""
         return self._watched.kind(self.step)
 
     @property

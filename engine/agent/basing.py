@@ -75,8 +75,8 @@ class Basing:
 
 class SlotFirst(DurableSource):
     """A base whose images of ``rank`` may still lie in the slot from which they were flushed. Each read pins that,
-    copies, and compares with the hashes of the base's vote; what is not right there is read from ``durable``. So no slot
-    is held up for longer than a piece takes, and nothing is believed."""
+    copies, and compares with the hashes of the base's vote; what is not right there is read from ``durable``. So no
+    slot is held up for longer than a piece takes, and nothing is believed."""
 
     def __init__(
         self,

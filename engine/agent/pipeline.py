@@ -3,8 +3,9 @@ step.
 
 A *flush* is one attempt at one step; each local rank adds a *job* to it. Jobs are written one at a time, in
 the order of their acceptance (the disk is one), a delta behind the verdict on its base; commits of several flushes may
-wait for votes side by side. With a tier of the node's own (:mod:`.staging`) they are written there, and uploaded from there by a queue of their
-own (:mod:`.uploads`). A flush ends with one verdict for all ranks. Everything here runs on the agent's loop.
+wait for votes side by side. With a tier of the node's own (:mod:`.staging`) they are written there, and uploaded from
+there by a queue of their own (:mod:`.uploads`). A flush ends with one verdict for all ranks. Everything here runs on
+the agent's loop.
 """
 
 from __future__ import annotations

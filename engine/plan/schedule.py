@@ -179,8 +179,8 @@ class Schedule:
     no flush might ever finish: such a flush is skipped. A delta supersedes no full: it is skipped, too.
 
     With ``delta_every`` some flushes are deltas, on what ``chains`` gives as their base; a full where none is to be
-    had, or where both are due. A full that was skipped takes the place of the next delta. The first flush is a full, and
-    the next ones are deltas on it, durable or not.
+    had, or where both are due. A full that was skipped takes the place of the next delta. The first flush is a full,
+    and the next ones are deltas on it, durable or not.
     """
 
     def __init__(

@@ -395,8 +395,8 @@ def _unpack(
     out: memoryview,
     lost: Collection[int],
 ) -> None:
-    """Decode the chunks ``first`` to ``end`` into ``out``, but for the ``lost`` ones, from their payloads and the base's
-    chunks, which lie in ``base`` where they do in ``out``."""
+    """Decode the chunks ``first`` to ``end`` into ``out``, but for the ``lost`` ones, from their payloads and the
+    base's chunks, which lie in ``base`` where they do in ``out``."""
     start = table.begins[first]
     for index in range(first, end):
         if index in lost:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -157,6 +157,18 @@ async def flush_rank(
                 limit=parallel,
             )
         )
+    said: dict[str, Any] = {UNBASED: True} if delta and _is_unbased(packing, records) else {}
+    return await publish_vote(backend, job, await _seal(job, pinned, encoded, records, said))
+
+
+async def _seal(
+    job: FlushJob,
+    pinned: Pinned,
+    encoded: bytes,
+    records: tuple[ImageRecord, ...],
+    said: dict[str, Any],
+) -> Vote:
+    """Seal the slot with the hashes of what was written; the vote, which says what the slot does, and ``said``."""
     meta = read_meta(bytes(pinned.view(META_REGION)), f"slot of rank {job.rank}, meta")
     hashes = (
         await asyncio.to_thread(entry_hashes, pinned, encoded, meta, job.world) if HASHES in meta else None
@@ -164,10 +176,7 @@ async def flush_rank(
     pinned.seal(tuple([record.plain() for record in records]))
     pinned.check()
     meta.pop(HASHES, None)
-    if delta and (packing is None or not packing.bases) and any(one.nbytes for one in records[:-1]):
-        meta[UNBASED] = True
-    vote = _vote(job, pinned, records, hashes, meta)
-    return await publish_vote(backend, job, vote)
+    return _vote(job, pinned, records, hashes, {**meta, **said})
 
 
 def _place(job: FlushJob) -> tuple[int, int, int, int]:
@@ -275,6 +284,13 @@ async def _packing_for(
         return None
     layout = await asyncio.to_thread(decode, encoded)
     return _PackingFor(layout, bases, compress is not None)
+
+
+def _is_unbased(packing: _PackingFor | None, records: Sequence[ImageRecord]) -> bool:
+    """Whether there was no base for anything, though there is something to store."""
+    return not (packing is not None and packing.bases) and any(
+        record.nbytes for record in records if record.name != STATE_IMAGE
+    )
 
 
 async def _bases_of(job: FlushJob, pinned: Pinned, base: DurableSource) -> dict[str, Base]:

@@ -417,8 +417,8 @@ async def _collect(
     held: Callable[[], Collection[Key]],
 ) -> None:
     """Remove attempts that were given up, or that another one took the place of, and give up those whose writer is
-    gone. What this process reads of such an attempt, as the base of a flush, it reads to its end; others who do are told
-    that it was replaced, and find the other one."""
+    gone. What this process reads of such an attempt, as the base of a flush, it reads to its end; others who do are
+    told that it was replaced, and find the other one."""
     newest = max(keep | {found.key for found, seen in standing.items() if seen.stands}, default=None)
     for found, seen in standing.items():
         if seen.tombstone is not None or (seen.stands and found.attempts == (seen.attempt,)):

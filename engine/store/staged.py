@@ -192,9 +192,9 @@ async def retain(
     stood: dict[StepNames, Key | None] | None = None,
 ) -> list[Key]:
     """Remove from a node's tier what ``retention`` gives up; what was removed. Of what is newer than ``newest``, the
-    newest checkpoint at the root, of what is ``in_use``, and of the ``protected`` nothing goes, nor of what stands there
-    below any that stays, or may be the base of the next delta. ``stood`` remembers, from one call to the next, what
-    deltas stand on. Raises CannotTell, SaveFailed."""
+    newest checkpoint at the root, of what is ``in_use``, and of the ``protected`` nothing goes, nor of what stands
+    there below any that stays, or may be the base of the next delta. ``stood`` remembers, from one call to the next,
+    what deltas stand on. Raises CannotTell, SaveFailed."""
     steps = await list_steps(near)
     parents = await _parents(near, steps, {} if stood is None else stood)
     there = set(parents)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.facade.kit import forget_memory, torchrun, until
-
 from tests.nvme.kit import staged
 
 from .runs_kit import Adapter, chain, deltas, is_bit_equal, merged, stands

@@ -262,7 +262,7 @@ def test_an_explicit_save_is_a_full(root: Path) -> None:
         again = ckpt.save(step, work.at(step))
         again.wait()
         merged(root, step)
-        until(lambda: again.done() and again.kind == "full", "it is heard")
+        until(lambda one=again: one.done() and one.kind == "full", "it is heard")  # type: ignore[misc]
     ckpt.step(20, work.at(20))
     ckpt.step(21, work.at(21))
     ckpt.close()

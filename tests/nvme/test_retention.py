@@ -14,9 +14,8 @@ from everstep.store.blocking import run_blocking
 from everstep.store.runs import create_run, read_incarnations
 from everstep.store.staged import discard, retain
 
-from tests.small_run import CHUNK, open_incarnation
-
 from tests.shelves import kit as chains
+from tests.small_run import CHUNK, open_incarnation
 
 from .kit import staged
 

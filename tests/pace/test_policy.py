@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch, seconds: int, **options: Any) -> 
             under_way.remove(one)
             chains.add((1, one[1].step), one[1].base)
         kinds = [one.kind for _, one in under_way]
-        asked = made.of(step, lambda: len(kinds), deltas=lambda: kinds.count(DELTA))
+        counts = len(kinds), kinds.count(DELTA)
+        asked = made.of(step, partial(int, counts[0]), deltas=partial(int, counts[1]))
         fulls = [end for end, one in under_way if one.kind == FULL]
         now += 1 + (1 if fulls and min(fulls) - now > 4 else 0.5 * (DELTA in kinds))
         if asked.flush:
