@@ -55,7 +55,7 @@ def test_trainer_and_agent_killed(root: Path, script: object) -> None:
     body = """
     from tests.delta.runs_kit import *
     work = Adapter()
-    ckpt = deltas(root, full_every=None, max_chain=3, agent="process")
+    ckpt = deltas(root, full_every=None, max_chain=6, agent="process")
     ckpt.load(work.at(0))
     for step in range(1, 8):
         ckpt.step(step, work.at(step)).wait()
@@ -70,7 +70,7 @@ def test_trainer_and_agent_killed(root: Path, script: object) -> None:
     assert before[7].kind == "delta" and all(one.attempt == 1 for one in before.values())
     forget_memory(root)
     work = Adapter()
-    with deltas(root, full_every=None, max_chain=3, agent="process") as ckpt:
+    with deltas(root, full_every=None, max_chain=6, agent="process") as ckpt:
         assert ckpt.load(work.at(0)) == 7
         train(ckpt, work, range(8, 12))
         assert stands(root)[8].kind == "delta"
