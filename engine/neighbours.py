@@ -53,12 +53,11 @@ Key = tuple[int, int]
 class RunMemory:
     """A :class:`~everstep.store.memories.Memory` of the run at ``place``: arenas in ``directory``, and the agents of
     the other nodes, found through ``backends``, the run's places. Nothing is attached, and nobody asked, before it is
-    needed. ``told`` are those who could not be asked, and why. Belongs to one event loop; :meth:`close` it."""
+    needed. Belongs to one event loop; :meth:`close` it."""
 
     def __init__(
         self, place: Place, backends: Sequence[Backend], directory: Path, *, asking_s: float = ASKING_S
     ) -> None:
-        self.told: list[Finding] = []
         self._place = place
         self._backends = backends
         self._directory = directory
@@ -71,7 +70,7 @@ class RunMemory:
         self._credentials: Credentials | None = None
         self._neighbours: dict[tuple[str, int], Neighbour] | None = None
         self._own: set[tuple[str, int]] = set()
-        self._said: set[str] = set()
+        self._told: dict[str, Finding] = {}
         self._pool = ThreadPoolExecutor(ASKED_AT_ONCE, thread_name_prefix="everstep-neighbours")
 
     async def close(self) -> None:
@@ -79,6 +78,13 @@ class RunMemory:
             neighbour.close()
         await asyncio.to_thread(self._pool.shutdown)
         self._stack.close()
+
+    def told(self) -> list[Finding]:
+        """Who could not be asked, or gave nothing any more, and why."""
+        for neighbour in (self._neighbours or {}).values():
+            if neighbour.error is not None:
+                self._tell_lost(neighbour, neighbour.error)
+        return list(self._told.values())
 
     # -- this node's
 
@@ -146,13 +152,12 @@ class RunMemory:
             if not answer.done():
                 neighbour.give_up(PeerLost("no answer in time", found=f"{self._asking_s:g} s"))
                 answer.cancel()
-                self._tell_lost(neighbour, neighbour.error)
                 continue
             error = answer.exception()
             if error is None:
                 answers[neighbour] = answer.result()
             elif isinstance(error, EverstepError):
-                self._tell_lost(neighbour, error)
+                self._tell_lost(neighbour, neighbour.error or error)
             else:
                 raise error
         return answers
@@ -245,11 +250,9 @@ class RunMemory:
                 return
             self._neighbours[at] = Neighbour(name, host, port, self._credentials)
 
-    def _tell_lost(self, neighbour: Neighbour, error: BaseException | None) -> None:
+    def _tell_lost(self, neighbour: Neighbour, error: EverstepError) -> None:
         at = f"{neighbour.host}:{neighbour.port}"
         self._tell(at, f"the agent of node {neighbour.name} could not be asked: {error}")
 
     def _tell(self, name: str, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            self.told.append(Finding(Severity.INFO, Kind.PEER, name, None, None, text))
+        self._told.setdefault(text, Finding(Severity.INFO, Kind.PEER, name, None, None, text))

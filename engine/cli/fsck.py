@@ -157,10 +157,9 @@ def _check(places: list[str], step: int | None, extent: Extent, mend: bool, memo
                         )
                     else:
                         mended = await check_only(backend, step=step, extent=extent, progress=show)
-                    mended.after += sources.told
-                    sources.told.clear()
                     found.append(Checked(places[at], mended, verdict(mended)))
                     total, done = total + done, 0
+                found[0].mended.after += sources.told()
                 return found
             finally:
                 await sources.close()

@@ -85,8 +85,8 @@ class Neighbour:
             try:
                 try:
                     return work()
-                except PeerLost:
-                    if not old or self.error is not None:
+                except PeerLost as error:
+                    if not old or self.error is not None or isinstance(error.__cause__, TimeoutError):
                         raise
                     self.close()  # the other side had ended it, as nothing was said for long
                     return work()

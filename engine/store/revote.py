@@ -108,6 +108,9 @@ async def _record(target: Backend, image: str, nbytes: int, name: str, chunk_byt
     hasher = ChunkHasher(chunk_bytes)
     room = mmap.mmap(-1, PIECE_BYTES)
     with reading(target, name):
+        there = await target.size(name)
+        if there < nbytes:
+            raise Damaged(f"{name}: ends too early", found=there, expected=nbytes, name=name)
         for start in range(0, nbytes, PIECE_BYTES):
             view = memoryview(room)[: min(PIECE_BYTES, nbytes - start)]
             await target.read_into(name, start, view)
