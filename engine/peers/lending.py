@@ -31,7 +31,7 @@ from .rate import Rate
 
 LOANS_MAX = 4
 """Connections over which this node gives at once; each has at most one answer in memory."""
-IDLE_S = 60.0
+IDLE_S = 10.0
 """How long one of them may say nothing."""
 
 Lots = dict[tuple[int, int], Found]
