@@ -27,6 +27,7 @@ from everstep.store import fsck
 from everstep.store.findings import Kind, Severity
 from everstep.store.repair_run import Mended, check_and_mend
 
+from tests.peers.test_wire_greeting import make_certificates, needs_openssl, use
 from tests.repair.damages import cut, empty, flip, remove
 from tests.repair.nodes import SECRET, Node, regions_of
 from tests.store import store_kit as kit
@@ -274,6 +275,24 @@ def test_without_the_secret_nobody_is_asked(run: Run, monkeypatch: pytest.Monkey
     assert damage(mended) == [IMAGE] and there.asked == []
     assert "EVERSTEP_SECRET" in told(mended)[0]
     assert "run's agents" not in "".join(told(mended))
+
+
+@needs_openssl
+def test_where_agents_speak_tls_whoever_mends_must(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_certificates(tmp_path / "tls", "run")
+    use(monkeypatch, tmp_path / "tls")
+    there = run.node("there")
+    there.has(STEP, 0)
+    there.beacon()
+    flip(-5)(run.root / IMAGE)
+    use(monkeypatch, None)
+    mended = run.mend()
+    assert damage(mended) == [IMAGE] and there.asked == []
+    assert "TLS is set up on one side only" in told(mended)[0]
+    use(monkeypatch, tmp_path / "tls")
+    assert damage(run.mend()) == [] and run.is_right()
 
 
 def test_agents_that_listen_to_nobody_are_told(run: Run) -> None:
