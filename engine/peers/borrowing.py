@@ -175,6 +175,9 @@ class NeighbourSnapshot:
     async def meta(self, rank: int) -> dict[str, Any]:
         return read_meta(await self._small("meta", rank), f"{self.label}, meta of rank {rank}")
 
+    async def layout_bytes(self, rank: int) -> bytes:
+        return await self._small("layout", rank)
+
     async def read_into(self, rank: int, image: str, offset: int, view: memoryview) -> None:
         for start in range(0, len(view), TAKE_BYTES_MAX):
             part = view[start : start + TAKE_BYTES_MAX]
