@@ -1,4 +1,4 @@
-"""Mending what fsck found, from whoever has it right: the place's own good bytes, other tiers, this node's memory.
+"""Mending what fsck found, from whoever has it right: the place's own good bytes, other tiers, memory.
 
 Everything that is written is proved first by what points at it: a chunk by the vote's hash, a vote by the manifest's,
 a layout by its name, records and decisions by their own hash and by being the same at another place. Objects are
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 from everstep.backends.api import Backend
 from everstep.backends.errors import NotFound
 from everstep.backends.points import reach
-from everstep.errors import Damaged, RunError
+from everstep.errors import Damaged, EverstepError, RunError
 from everstep.format import names
-from everstep.format.layout import proved
+from everstep.format.layout import compress, layout_hash, proved
 from everstep.format.manifest import Abort, Manifest, Quarantine, decode_decision
 from everstep.format.names import Kind as Name
 from everstep.format.records import decode_incarnation, decode_run
@@ -28,10 +28,10 @@ from .asking import reading, writing
 from .catalog import list_step, look_at, open_vote, read_numbered
 from .commit import publish_decision, try_commit
 from .findings import Finding, Kind, Severity
+from .memories import NO_MEMORY, Memory
 from .mirror import read_small
 from .repair_rank import Share
 from .runs import now
-from .sources import ArenaSource
 
 log = logging.getLogger("everstep.store")
 
@@ -40,13 +40,6 @@ ASIDE_MAX = 100
 
 Place = tuple[int, int]
 """(step, incarnation)"""
-
-Memory = Callable[[Manifest], Sequence[ArenaSource]]
-"""What this node's memory has of a checkpoint."""
-
-
-def no_memory(manifest: Manifest) -> Sequence[ArenaSource]:
-    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +66,7 @@ async def repair(
     findings: Iterable[Finding],
     *,
     others: Sequence[Backend] = (),
-    memory: Memory = no_memory,
+    memory: Memory = NO_MEMORY,
 ) -> Repairs:
     """Mend at ``target`` what ``findings`` say. ``others`` are further places of the same run, nearest first.
 
@@ -91,7 +84,7 @@ async def repair(
         if kind in (Name.RUN, Name.INCARNATION):
             await work.record(finding.name)
         elif kind is Name.LAYOUT:
-            await work.layout(finding.name)
+            await work.layout(finding)
         elif kind is Name.DECISION and finding.kind is not Kind.UNDECIDED:
             await work.decision(finding)
         elif finding.kind is Kind.UNDECIDED:
@@ -127,7 +120,9 @@ class _Work:
 
         await self._take(name, is_good, await self._same_run())
 
-    async def layout(self, name: str) -> None:
+    async def layout(self, finding: Finding) -> None:
+        """As another place has it, or a slot of a checkpoint that needs it."""
+        name = finding.name
         parsed = names.parse(name)
         assert parsed is not None
         assert parsed.hash is not None
@@ -137,7 +132,26 @@ class _Work:
             proved(data, hash_text, name)
             return True
 
-        await self._take(name, is_good, self._others)
+        if not await self._take(name, is_good, self._others):
+            await self._layout_from_memory(finding, hash_text)
+
+    async def _layout_from_memory(self, finding: Finding, hash_text: str) -> None:
+        manifest = None
+        if finding.step is not None and finding.incarnation is not None:
+            manifest = await counting_manifest(self.target, (finding.step, finding.incarnation))
+        if manifest is None:
+            return
+        ranks = {record.rank for record in manifest.ranks if record.layout_hash == hash_text}
+        for look in (self._memory.here, self._memory.elsewhere):
+            for snapshot in await look(manifest):
+                for rank in sorted(ranks & snapshot.ranks):
+                    try:
+                        encoded = await snapshot.layout_bytes(rank)
+                    except EverstepError:
+                        continue
+                    if layout_hash(encoded) == hash_text:
+                        await self.put(finding.name, compress(encoded), f"from {snapshot.label}")
+                        return
 
     async def decision(self, finding: Finding) -> None:
         """As another place has it; else, where its attempt has all its votes, decided anew."""
@@ -293,13 +307,12 @@ class _Work:
             return
         if self._chunk_bytes is None:
             await self._run_id(self.target)
-        memory = self._memory(manifest)
         attempt = names.attempt_dir(*place, manifest.attempt) + "/"
         for record in manifest.ranks:
             mine = {name for name in wanted if name.startswith(attempt) and _rank_of(name) == record.rank}
             if mine:
                 places = [self.target, *self._others]
-                share = Share(places, manifest, record, memory, self._chunk_bytes)
+                share = Share(places, manifest, record, self._memory, self._chunk_bytes)
                 failed = await share.mend(mine)
                 for name, how, nbytes in share.mended:
                     self.done(name, how, nbytes)
