@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -256,13 +256,14 @@ def drop(bench: Bench) -> None:
     bench.found.cold_by = drop_caches(files_below(bench.directory))
 
 
-def _memory(bench: Bench) -> dict[str, int]:
+def _memory(bench: Bench) -> dict[str, int] | None:
     """Memory of a save and a load, in a session of their own; nothing is timed."""
     directory = bench.directory / "memory"
     bench.first_only(directory.mkdir)
     pids = own_processes(bench.token)
     before = proportional_bytes(pids)
-    with PeakWatch.of(lambda: proportional_bytes(own_processes(bench.token))) as watch:
+    watch = PeakWatch.of(lambda: proportional_bytes(own_processes(bench.token)))
+    with watch if bench.rank == 0 else nullcontext():  # its processes are all ranks'
         with opened(bench, directory) as session:
             for step in (1, 2):
                 bench.state.change()
@@ -276,6 +277,8 @@ def _memory(bench: Bench) -> dict[str, int]:
                 session.load(2)
                 bench.require_equal(expected, "the load whose memory was watched")
         bench.meet()
+    if bench.rank:
+        return None
     outside, peak = (max(0, seen - was) for seen, was in zip(watch.peaks, before, strict=True))
     copy = bench.state.nbytes * bench.world
     beyond = outside if bench.system.slots else peak if peak < copy else peak - copy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .api import Job, Pending, Session, System
 
@@ -196,7 +196,7 @@ class Everstep(System):
     syncs = True
     verifies = True
     slots = True
-    tiers = ("memory", "disk")
+    tiers: ClassVar[tuple[str, ...]] = ("memory", "disk")
     package = "everstep"
 
     def open(self, job: Job) -> Session:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -126,8 +127,8 @@ def _await(processes: list[subprocess.Popen[bytes]], limit_s: float) -> bool:
 
 def _outcome(
     processes: list[subprocess.Popen[bytes]],
-    results: list[IO[bytes]],
-    logs: list[IO[bytes]],
+    results: Sequence[IO[bytes]],
+    logs: Sequence[IO[bytes]],
     late: bool,
     limit_s: float,
 ) -> Outcome:

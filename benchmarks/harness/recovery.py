@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from .measuring import EQUAL, Bench, drop, opened
 
 SAVES = 3
@@ -23,7 +25,7 @@ def recover(bench: Bench) -> None:
                 bench.state.scramble()
                 if tier == "disk":
                     bench.first_only(lambda: drop(bench))
-                took = bench.timed(lambda tier=tier: session.recover(tier))
+                took = bench.timed(partial(session.recover, tier))
                 bench.require_equal(expected, f"recovery {number + 1} from {tier}")
                 first = tier == "memory" and number == 0
                 found.add(f"first_{tier}_recovery" if first else f"{tier}_recovery", took)

@@ -64,7 +64,7 @@ class ModelState(TensorsState):
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, scale: dict[str, Any] | None = None
     ) -> None:
-        names = {parameter: name for name, parameter in module.named_parameters()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         self._model: dict[str, Tensor] = {
             name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import metadata
 
@@ -30,7 +31,10 @@ def all_systems() -> dict[str, str]:
     their names. One whose module fails is left out with a warning."""
     found = {load(spec).name: spec for spec in BUILT_IN}
     for point in metadata.entry_points(group=GROUP):
-        found.setdefault(load(point.value).name, point.value)
+        try:
+            found.setdefault(load(point.value).name, point.value)
+        except UnknownName as error:
+            warnings.warn(f"everstep: the installed system {point.name!r} is left out: {error}", stacklevel=2)
     return found
 
 

@@ -34,7 +34,7 @@ def list_(as_json: bool) -> None:
         from everstep.benchmarks.harness import systems, workloads
 
         found = {name: systems.load(spec) for name, spec in systems.all_systems().items()}
-        value = {
+        value: dict[str, dict[str, Any]] = {
             "workloads": {
                 one.name: {"meaning": one.meaning, "ranks": one.ranks, "size_mib": one.default_mib}
                 for one in workloads.ALL
