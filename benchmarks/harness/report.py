@@ -145,7 +145,7 @@ def _about(report: ReportDict) -> str:
     cold = {plain(one["cold_by"]) for one in report["workloads"].values() if one["cold_by"]}
     begun, took = (
         _text(report["begun"]).replace("T", " ").replace("+00:00", " UTC"),
-        f"{report['took_s'] / 60:.0f} minutes",
+        _took(report["took_s"]),
     )
     return _facts(
         (
@@ -163,6 +163,10 @@ def _about(report: ReportDict) -> str:
             ("Synced", _synced(report)),
         )
     )
+
+
+def _took(seconds_of_it: float) -> str:
+    return f"{seconds_of_it / 60:.0f} minutes" if seconds_of_it >= 120 else f"{seconds_of_it:.0f} s"
 
 
 def _synced(report: ReportDict) -> str:
@@ -211,7 +215,7 @@ def _verdict(aim: AimDict) -> str:
     """Met or missed, and by how much: in words, and as a bar on the scale of the aim."""
     over = aim["value"] / aim["aim"]
     if aim["met"]:
-        words = f"met, {100 * (1 - over):.0f} % to spare" if over < 0.995 else "met"
+        words = f"met, {100 * (1 - over):.0f} % to spare" if 0 <= over < 0.995 else "met"
     elif over < 2:
         words = f"missed by {100 * (over - 1):.1f} %" if over > 1 else "missed"
     else:
