@@ -82,15 +82,17 @@ Example:
     multiple=True,
     help="Only these; also package.module:Class, an adapter of your own. Default: all that are installed.",
 )
-@click.option("--size", type=click.IntRange(1, 1 << 20), help="Size of each state in MiB.")
+@click.option(
+    "--size", type=click.IntRange(1, 1 << 20), help="Size of each state in MiB. Default: the workload's own."
+)
 @click.option(
     "--dir",
     "directory",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="Where to write; default: the current directory.",
 )
-@click.option("--repeats", type=click.IntRange(1, 1000), default=3, show_default=True, help="In each round.")
-@click.option("--rounds", type=click.IntRange(1, 1000), default=2, show_default=True)
+@click.option("--repeats", type=click.IntRange(1, 1000), help="In each round. Default: the workload's own.")
+@click.option("--rounds", type=click.IntRange(1, 1000), help="Default: the workload's own.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Report as JSON.")
 @click.option(
     "--html",
@@ -109,8 +111,8 @@ def run(
     named: tuple[str, ...],
     size: int | None,
     directory: Path | None,
-    repeats: int,
-    rounds: int,
+    repeats: int | None,
+    rounds: int | None,
     json_file: Path | None,
     html_file: Path | None,
     png_directory: Path | None,

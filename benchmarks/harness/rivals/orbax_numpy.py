@@ -67,6 +67,7 @@ def as_tensor(array: Any) -> Any:
 class Orbax(System):
     name = "orbax"
     meaning = "orbax's StandardCheckpointer with numpy arrays, waited for"
+    by_default = False
     works = frozenset({"save", "load"})
     package = "orbax-checkpoint"
 
@@ -80,6 +81,7 @@ class Orbax(System):
 class OrbaxAsync(Orbax):
     name = "orbax-async"
     meaning = "orbax's StandardCheckpointer with numpy arrays, asynchronous"
+    by_default = True
     works = frozenset({"save", "async", "load"})
 
     def open(self, job: Job) -> Session:
