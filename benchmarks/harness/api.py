@@ -98,6 +98,7 @@ class Session(ABC):
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        self._former: Pending | None = None
 
     @abstractmethod
     def save(self, step: int) -> Pending:
@@ -107,14 +108,24 @@ class Session(ABC):
         """Called just before the optimizer changes the state: wait for what must be done by then. What this takes
         counts as blocking, as does what hooks in the optimizer's step take."""
 
+    def saved(self) -> None:  # noqa: B027
+        """All saves are done and written, only loads follow: end what would run beside them, and let go of copies in
+        memory, so that loads read the files. Not timed; default: nothing."""
+
     @abstractmethod
     def load(self, step: int) -> None:
         """The values of ``step`` into the existing tensors of ``job.state``, ready to use: copied, not mapped."""
 
-    def snapshot(self, step: int) -> Pending | None:
-        """What is done after each step of a training loop, default: a save, which the next one waits for first. None:
-        there is nothing to wait for."""
-        return self.save(step)
+    def snapshot(self, step: int) -> None:
+        """What is done after each step of a training loop. Default: a save, once the former one is written."""
+        self.drain()
+        self._former = self.save(step)
+
+    def drain(self) -> None:
+        """Return when nothing of former snapshots is on its way any more; not timed."""
+        former, self._former = self._former, None
+        if former is not None:
+            former.wait()
 
     def path(self, step: int) -> Path:
         """Where ``step`` lies, or is to be."""
@@ -136,7 +147,8 @@ class Session(ABC):
 
     def timelines(self) -> dict[str, list[dict[str, Any]]]:
         """``{"save": [...], "recovery": [...]}``: the phases of the last ones, each ``{"phase", "begin_s", "end_s"}``
-        in seconds from the call (:data:`~.results.PHASES`), as far as the system knows them."""
+        in seconds from the call (:data:`~.results.PHASES`), as far as the system knows them. Asked after the saves,
+        and again after loads."""
         return {}
 
     def notes(self) -> list[str]:
@@ -163,7 +175,7 @@ class System(ABC):
     defers: ClassVar[bool] = False
     """Copying goes on after ``save`` has returned: the harness computes, as a step would, before ``settle``."""
     tiers: ClassVar[tuple[str, ...]] = ()
-    """What :meth:`Session.recover` knows of "device", "memory", "peer" and "disk"."""
+    """What :meth:`Session.recover` knows of "memory" and "disk"."""
     slots: ClassVar[bool] = False
     """Its staging memory lies in everstep's arenas, which are counted apart."""
     package: ClassVar[str] = ""
@@ -181,6 +193,17 @@ class System(ABC):
             return metadata.version(self.package) if self.package else ""
         except metadata.PackageNotFoundError:
             return ""
+
+    def from_peer(
+        self, nbytes: int, repeats: int, directory: Path
+    ) -> dict[str, dict[str, list[float]]] | None:
+        """How long it takes to get ``nbytes`` back from another node's memory, between processes that this starts and
+        ends itself: ``{"works": {"peer_recovery": seconds, ...}, "floors": {"gloo": seconds}}``. None: it cannot."""
+        return None
+
+    def clean(self, directory: Path) -> None:  # noqa: B027
+        """Remove what a session in ``directory`` whose processes were killed left elsewhere (shared memory). Called
+        after each worker, in another process, when all its processes are gone."""
 
     @abstractmethod
     def open(self, job: Job) -> Session:

@@ -18,7 +18,7 @@ OURS = "everstep"
 OVERLAP = "everstep-overlap"
 MAIN = "gpt-fp32"
 """The workload of the summary's cells of saves and loads."""
-PHASES = ("snapshot", "replicate", "flush", "commit", "read", "restore")
+PHASES = ("snapshot", "replicate", "flush", "commit", "load", "reserve")
 """Of the time lines of a save (the first four) and of a recovery."""
 MIB = 1 << 20
 LEAST_MEMORY_BYTES = MIB
@@ -40,9 +40,10 @@ WORKS: dict[str, Work] = {
     "durable": Work("from the call to written, as the system says", "write"),
     "durable_synced": Work("from the call to written and synced to disk", "write"),
     "cold_load": Work("load into existing tensors, page cache dropped", "read"),
+    "first_memory_recovery": Work("the first load of a process from own memory", "copy"),
     "memory_recovery": Work("load from own memory after the death of the process", "copy"),
-    "device_recovery": Work("rollback to a snapshot on the device", "copy"),
     "peer_recovery": Work("load from another node's memory", "gloo"),
+    "replicate": Work("from the call's return to protected by another node's memory", "gloo"),
     "disk_recovery": Work("load from disk after the death of the process", "read"),
     "loop": Work("a training loop with a snapshot every step", None),
     "loop_alone": Work("the same loop without", None),
