@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from .api import WORKS, System
+from .rivals import SPECS
 
 GROUP = "everstep.benchmark_systems"
 BUILT_IN = (
@@ -18,6 +19,7 @@ BUILT_IN = (
     "everstep.benchmarks.harness.plain:Torch",
     "everstep.benchmarks.harness.plain:TorchMmap",
     "everstep.benchmarks.harness.plain:Safetensors",
+    *SPECS,
 )
 """Their modules import no engine when they are loaded."""
 

@@ -23,6 +23,9 @@ class TorchCheckpointingSession(Session):
         self._manager = CheckpointManager(
             CheckpointManager.Config(save=_config(beside), storage_config=files)
         )
+        if beside:
+            self._manager.prewarm_staging(job.state.tree())
+            self._manager._saver._checkpoint_process.wait_for_init()
 
     def save(self, step: int) -> Pending:
         future = self._manager.save(str(self.path(step)), self.job.state.tree())
@@ -36,7 +39,7 @@ class TorchCheckpointingSession(Session):
         self._manager.load(str(self.path(step)), into=self.job.state.tree(), strict=True)
 
     def notes(self) -> list[str]:
-        return ["use_direct_io=False: its O_DIRECT writes end in EINVAL where a file's length is not a multiple of a block"]
+        return ["use_direct_io=False: its O_DIRECT writes are not aligned, and fail here (EINVAL)"]
 
     def close(self) -> None:
         self._manager.close()
