@@ -178,6 +178,8 @@ class System(ABC):
     """What :meth:`Session.recover` knows of "memory" and "disk"."""
     slots: ClassVar[bool] = False
     """Its staging memory lies in everstep's arenas, which are counted apart."""
+    by_default: ClassVar[bool] = True
+    """False: only measured where it is asked for by name, for another mode of its engine outdoes it."""
     package: ClassVar[str] = ""
     """The distribution whose version is told."""
 

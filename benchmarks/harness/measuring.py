@@ -25,7 +25,9 @@ KEEP = 2
 WARM_UPS = 3
 """Saves after the first, before those that count: everything is made, every slot is touched."""
 WARM_UP_S = 5.0
-"""No further one begins after so long."""
+"""No further one begins so long after the first save began."""
+REPEATS_S = 8.0
+"""No further save, or load, begins so long after the first that counts: systems that take minutes are measured once."""
 EQUAL = "every load compared: equal, bit for bit"
 
 
@@ -51,8 +53,8 @@ class Found:
 
 @dataclass
 class Bench:
-    """One worker's task. ``options``: the job's; ``token``: the mark of the worker's own processes; ``light``: see
-    :class:`~.workloads.Workload`; ``memory``: whether to look at memory, too."""
+    """One worker's task. ``options``: the job's; ``token``: the mark of the worker's own processes; ``memory``: whether
+    to look at memory, too."""
 
     system: System
     state: State
@@ -62,7 +64,6 @@ class Bench:
     repeats: int = 3
     turn: int = 0
     memory: bool = False
-    light: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     token: str = ""
     found: Found = field(default_factory=Found)
@@ -108,6 +109,15 @@ class Bench:
         begun = time.perf_counter()
         work()
         return self.slowest(time.perf_counter() - begun)
+
+    def while_time_is_left(self, times: int, seconds: float, begun: float | None = None) -> Iterator[int]:
+        """1, 2, ... ``times``, on all ranks alike; none is begun ``seconds`` after ``begun``. Default: after the first,
+        which always comes."""
+        for number in range(1, 1 + times):
+            if begun is not None and self.slowest(time.perf_counter() - begun) >= seconds:
+                return
+            begun = time.perf_counter() if begun is None else begun
+            yield number
 
     def quiet(self) -> None:
         """Nobody pays for what another has left to be written."""
@@ -177,17 +187,15 @@ class _Saves:
 
     def run(self, session: Session) -> None:
         bench = self._bench
+        begun = time.perf_counter()
         first = self._save(session)
         bench.found.add("first_blocking", first[0])
         bench.found.add("first_durable", first[1])
-        begun = time.perf_counter()
-        for _ in range(0 if bench.light else WARM_UPS):
+        for _ in bench.while_time_is_left(WARM_UPS, WARM_UP_S, begun):
             self._save(session)
-            if bench.slowest(time.perf_counter() - begun) > WARM_UP_S:
-                break
         if bench.system.defers:
             self._compute = Compute(copy_seconds(bench.state) * COMPUTE_RATIO)
-        for _ in range(bench.repeats):
+        for _ in bench.while_time_is_left(bench.repeats, REPEATS_S):
             beside = self._save_beside_computing(session) if bench.system.defers else None
             blocking, durable = self._save(session)
             synced = durable if bench.system.syncs else durable + self._sync()
@@ -242,7 +250,7 @@ class _Saves:
 def _loads(bench: Bench, session: Session, step: int) -> None:
     """Cold loads of the last step; the first one of a process counts as any other."""
     expected = bench.state.hashes()
-    for number in range(1, 1 + bench.repeats):
+    for number in bench.while_time_is_left(bench.repeats, REPEATS_S):
         bench.state.scramble()
         bench.first_only(lambda: drop(bench))
         bench.found.add("cold_load", bench.timed(lambda: session.load(step)))

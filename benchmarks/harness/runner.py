@@ -23,8 +23,6 @@ from .results import ReportDict, SystemDict, WorkloadDict
 from .worker import FLOOR
 from .workloads import Workload
 
-REPEATS = 3
-ROUNDS = 2
 LIMIT_S = 900.0
 """For one worker."""
 PACKAGES = ("everstep", "torch", "numpy")
@@ -32,23 +30,26 @@ PACKAGES = ("everstep", "torch", "numpy")
 
 @dataclass(frozen=True)
 class Options:
-    """``systems``: name to ``module:Class``; ``named``: they were asked for by name. ``size_mib`` None: each workload's
-    own."""
+    """``systems``: name to ``module:Class``; ``named``: they were asked for by name. ``size_mib``, ``repeats`` (in a
+    round) and ``rounds`` None: each workload's own."""
 
     workloads: Sequence[Workload]
     systems: Mapping[str, str]
     named: bool = False
     size_mib: int | None = None
     directory: Path | None = None
-    repeats: int = REPEATS
-    rounds: int = ROUNDS
+    repeats: int | None = None
+    rounds: int | None = None
     limit_s: float = LIMIT_S
 
     def nbytes(self, workload: Workload) -> int:
         return (self.size_mib or workload.default_mib) * MIB
 
     def rounds_of(self, workload: Workload) -> int:
-        return 1 if workload.light else self.rounds
+        return self.rounds or workload.rounds
+
+    def repeats_of(self, workload: Workload) -> int:
+        return self.repeats or workload.repeats
 
 
 @dataclass
@@ -83,9 +84,13 @@ class Run:
         """Each system, and why it does not take part (None: it does)."""
         for name, system in self._systems.items():
             why = self._missing[name] or workload.why_not(system.works)
-            if why is None and not self.options.named and name not in (workload.by_default or (name,)):
-                why = f"takes long here: ask for it with --system {name}"
+            if why is None and not (self.options.named or self._by_default(workload, system)):
+                why = f"only by --system {name}: it takes long, or others outdo it"
             yield name, why
+
+    @staticmethod
+    def _by_default(workload: Workload, system: System) -> bool:
+        return system.by_default if workload.by_default is None else system.name in workload.by_default
 
     def run(self, tell: Step) -> ReportDict:
         """Measure. ``tell`` is called before each worker."""
@@ -186,9 +191,9 @@ class _Rounds:
             "system": spec,
             "workload": workload.name,
             "nbytes": options.nbytes(workload),
-            "repeats": options.repeats,
+            "repeats": options.repeats_of(workload),
             "turn": turn,
-            "memory": turn == 0 and not workload.light,
+            "memory": turn == 0 and workload.memory,
             "directory": str(directory),
         }
         try:
@@ -285,4 +290,4 @@ def disk(directory: Path) -> str:
     return f"{name}, {sectors * 512 / (1 << 30):.0f} GiB, {kind}"
 
 
-__all__ = ["FloorFailed", "LIMIT_S", "Options", "REPEATS", "ROUNDS", "Run", "best_floors", "hardware"]
+__all__ = ["FloorFailed", "LIMIT_S", "Options", "Run", "best_floors", "hardware"]

@@ -30,7 +30,8 @@ class Workload:
     """``build`` and ``run`` are called in a worker, of which there are ``ranks`` (process group: gloo). ``floors``:
     those of :data:`~.results.FLOORS` that are measured in the state's size. A system takes part if it can do one of
     ``works``, and "ranks" where there are several; ``by_default``: only these, unless others are asked for by name.
-    ``light``: no warm-up, one repeat, one round: what takes slow systems minutes."""
+    ``default_mib``, ``repeats`` and ``rounds`` are for who does not say: chosen so that all that the summary needs
+    takes less than 20 minutes on two cores. ``memory``: whether memory is looked at."""
 
     name: str
     meaning: str
@@ -38,10 +39,12 @@ class Workload:
     run: Callable[[Bench], None] = save_and_load
     works: frozenset[str] = frozenset({"save", "load"})
     ranks: int = 1
-    default_mib: int = 1024
+    default_mib: int = 512
+    repeats: int = 3
+    rounds: int = 2
     floors: tuple[str, ...] = ("copy", "copy_fresh", "write", "read")
     by_default: tuple[str, ...] | None = None
-    light: bool = False
+    memory: bool = False
     options: dict[str, object] = field(default_factory=dict)
     """Of the :class:`~.api.Job`."""
 
@@ -100,15 +103,22 @@ def _recover(bench: Bench) -> None:
 
 
 ALL: tuple[Workload, ...] = (
-    Workload("gpt-fp32", "a GPT in fp32 and Adam's state", _gpt),
-    Workload("gpt-bf16", "a GPT in bf16, masters in fp32 and Adam's state", _gpt_mixed),
-    Workload("small-10k", "10,000 tensors of 256 bytes", _small(10_000)),
+    Workload("gpt-fp32", "a GPT in fp32 and Adam's state", _gpt, memory=True),
+    Workload("gpt-bf16", "a GPT in bf16, masters in fp32 and Adam's state", _gpt_mixed, memory=True),
+    Workload(
+        "small-10k",
+        "10,000 tensors of 256 bytes",
+        _small(10_000),
+        rounds=1,
+        by_default=("everstep", "torch", "safetensors", "dcp", "dcp-async-cached", "dlrover"),
+    ),
     Workload(
         "small-100k",
         "100,000 tensors of 256 bytes",
         _small(100_000),
+        repeats=1,
+        rounds=1,
         by_default=("everstep", "torch", "safetensors", "dcp"),
-        light=True,
     ),
     Workload("huge", "one tensor", _huge),
     Workload(
@@ -118,7 +128,10 @@ ALL: tuple[Workload, ...] = (
         run=_train,
         works=frozenset({"async"}),
         default_mib=192,
+        repeats=5,
+        rounds=1,
         floors=("copy",),
+        by_default=("everstep", "everstep-overlap", "dcp-async-cached", "dcp-async-process", "dlrover"),
         options={"every_step": True},
     ),
     Workload(
@@ -127,6 +140,8 @@ ALL: tuple[Workload, ...] = (
         _gpt,
         run=_recover,
         works=frozenset({"recover"}),
+        default_mib=1024,
+        rounds=1,
         floors=("copy", "read"),
     ),
 )

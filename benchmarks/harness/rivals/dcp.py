@@ -168,6 +168,7 @@ class DcpAsyncCached(DcpAsync):
 class DcpAsyncShared(DcpAsync):
     name = "dcp-async-shared"
     meaning = "DCP async_save, DefaultStager with shared memory that is kept, a thread writes"
+    by_default = False
 
     def open(self, job: Job) -> Session:
         return DcpAsyncSession(job, staging=(True, False))

@@ -63,6 +63,7 @@ def _engine() -> Any:
     from deepspeed.ops.op_builder.utils import UtilsBuilder
     from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
 
+    os.environ["DS_PIN_MEMORY_BACKEND"] = "native"  # torch pins nothing without a GPU
     fast_file_writer.UtilsBuilder = UtilsBuilder
     UtilsBuilder().load()
     config = SimpleNamespace(

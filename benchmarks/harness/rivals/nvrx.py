@@ -83,6 +83,7 @@ class NvrxSession(Session):
 class Nvrx(System):
     name = "nvrx"
     meaning = "nvidia-resiliency-ext's LocalCheckpointManager, synchronous"
+    by_default = False
     works = frozenset({"save", "load"})
     package = "nvidia-resiliency-ext"
 
@@ -96,6 +97,7 @@ class Nvrx(System):
 class NvrxAsync(Nvrx):
     name = "nvrx-async"
     meaning = "nvidia-resiliency-ext's LocalCheckpointManager, asynchronous"
+    by_default = True
     works = frozenset({"save", "async", "load"})
 
     def missing(self) -> str | None:

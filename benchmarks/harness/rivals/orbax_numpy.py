@@ -79,6 +79,7 @@ def as_tensor(array: Any) -> Any:
 class Orbax(System):
     name = "orbax"
     meaning = "orbax's AsyncCheckpointer with numpy arrays, waited for"
+    by_default = False
     works = frozenset({"save", "load"})
     package = "orbax-checkpoint"
 
@@ -92,6 +93,7 @@ class Orbax(System):
 class OrbaxAsync(Orbax):
     name = "orbax-async"
     meaning = "orbax's AsyncCheckpointer with numpy arrays, asynchronous"
+    by_default = True
     works = frozenset({"save", "async", "load"})
 
     def open(self, job: Job) -> Session:

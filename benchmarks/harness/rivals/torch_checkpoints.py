@@ -62,6 +62,7 @@ def _config(beside: bool) -> Any:
 class TorchCheckpointing(System):
     name = "torchcheckpointing"
     meaning = "torch_checkpointing's CheckpointManager, synchronous"
+    by_default = False
     works = frozenset({"save", "load"})
     package = "torch_checkpointing"
 
@@ -75,6 +76,7 @@ class TorchCheckpointing(System):
 class TorchCheckpointingAsync(TorchCheckpointing):
     name = "torchcheckpointing-async"
     meaning = "torch_checkpointing's CheckpointManager: staging beside the training, a process writes"
+    by_default = True
     works = frozenset({"save", "async", "load"})
     defers = True
 

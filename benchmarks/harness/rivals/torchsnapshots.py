@@ -46,6 +46,7 @@ class TorchSnapshotAsyncSession(TorchSnapshotSession):
 class TorchSnapshot(System):
     name = "torchsnapshot"
     meaning = "torchsnapshot's Snapshot.take and restore"
+    by_default = False
     works = frozenset({"save", "load"})
     package = "torchsnapshot"
 
@@ -59,6 +60,7 @@ class TorchSnapshot(System):
 class TorchSnapshotAsync(TorchSnapshot):
     name = "torchsnapshot-async"
     meaning = "torchsnapshot's Snapshot.async_take and restore"
+    by_default = True
     works = frozenset({"save", "async", "load"})
 
     def open(self, job: Job) -> Session:
