@@ -12,12 +12,35 @@ from importlib import metadata
 from .api import WORKS, System
 
 GROUP = "everstep.benchmark_systems"
-BUILT_IN = (
-    "everstep.benchmarks.harness.ours:Everstep",
-    "everstep.benchmarks.harness.ours:EverstepOverlap",
-    "everstep.benchmarks.harness.plain:Torch",
-    "everstep.benchmarks.harness.plain:TorchMmap",
-    "everstep.benchmarks.harness.plain:Safetensors",
+BUILT_IN = tuple(
+    f"everstep.benchmarks.harness.{spec}"
+    for spec in (
+        "ours:Everstep",
+        "ours:EverstepOverlap",
+        "plain:Torch",
+        "plain:TorchMmap",
+        "plain:Safetensors",
+        "rivals.dcp:Dcp",
+        "rivals.dcp:DcpThreads",
+        "rivals.dcp:DcpAsync",
+        "rivals.dcp:DcpAsyncCached",
+        "rivals.dcp:DcpAsyncShared",
+        "rivals.dcp:DcpAsyncStaging",
+        "rivals.dcp:DcpAsyncProcess",
+        "rivals.torchsnapshots:TorchSnapshot",
+        "rivals.torchsnapshots:TorchSnapshotAsync",
+        "rivals.torch_checkpoints:TorchCheckpointing",
+        "rivals.torch_checkpoints:TorchCheckpointingAsync",
+        "rivals.nvrx:Nvrx",
+        "rivals.nvrx:NvrxAsync",
+        "rivals.flash:DLRover",
+        "rivals.fastpersist:DeepSpeedFast",
+        "rivals.orbax_numpy:Orbax",
+        "rivals.orbax_numpy:OrbaxAsync",
+        "rivals.streamers:RunaiStreamer",
+        "rivals.streamers:FastSafetensors",
+        "rivals.s3:S3TorchConnector",
+    )
 )
 """Their modules import no engine when they are loaded."""
 

@@ -92,6 +92,18 @@ Example:
 @click.option("--repeats", type=click.IntRange(1, 1000), default=3, show_default=True, help="In each round.")
 @click.option("--rounds", type=click.IntRange(1, 1000), default=2, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Report as JSON.")
+@click.option(
+    "--html",
+    "html_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Report as one page, with charts.",
+)
+@click.option(
+    "--png",
+    "png_directory",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Charts as files, into it.",
+)
 def run(
     names: tuple[str, ...],
     named: tuple[str, ...],
@@ -100,6 +112,8 @@ def run(
     repeats: int,
     rounds: int,
     json_file: Path | None,
+    html_file: Path | None,
+    png_directory: Path | None,
 ) -> None:
     """Measure checkpoint engines in the workloads NAMES (default: all; see "everstep bench list").
 
@@ -108,13 +122,16 @@ def run(
     system counts. Times are medians, and stand beside multiples of the floor.
     """
     with answering(False) as answer:
-        from everstep.benchmarks.harness import systems, workloads
+        from everstep.benchmarks.harness import charts, systems, workloads
+        from everstep.benchmarks.harness.report import write_html, write_pngs
         from everstep.benchmarks.harness.runner import FloorFailed, Options, Run
 
         try:
             wanted, chosen = workloads.chosen(names), systems.chosen(named)
         except systems.UnknownName as error:
             _usage(error)
+        if html_file is not None or png_directory is not None:
+            charts.require()  # before the measuring
         options = Options(wanted, chosen, bool(named), size, directory, repeats, rounds)
         job = Run(options)
         with progress("bench", unit="worker", total=job.workers) as bar:
@@ -130,6 +147,10 @@ def run(
                 sys.exit(FAILED)
         if json_file is not None:
             json_file.write_text(json.dumps(report, indent=1) + "\n")
+        if html_file is not None:
+            write_html(report, html_file)
+        if png_directory is not None:
+            write_pngs(report, png_directory)
         answer.give({}, lambda: as_text(report))
         problems = ours_failed(report)
         for problem in problems:

@@ -189,4 +189,12 @@ class DcpAsyncProcess(DcpAsync):
         return DcpAsyncSession(job, staging=(True, False), process=True)
 
 
-__all__ = ["Dcp", "DcpAsync", "DcpAsyncCached", "DcpAsyncProcess", "DcpAsyncShared", "DcpAsyncStaging", "DcpThreads"]
+__all__ = [
+    "Dcp",
+    "DcpAsync",
+    "DcpAsyncCached",
+    "DcpAsyncProcess",
+    "DcpAsyncShared",
+    "DcpAsyncStaging",
+    "DcpThreads",
+]

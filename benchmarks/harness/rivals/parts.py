@@ -111,4 +111,14 @@ def remove_files(directory: Path, names: Iterable[str]) -> None:
             os.unlink(directory / name)
 
 
-__all__ = ["NO_WAIT_S", "Futures", "Late", "OwnGroup", "absent", "copy_tree", "fill", "finish", "remove_files"]
+__all__ = [
+    "NO_WAIT_S",
+    "Futures",
+    "Late",
+    "OwnGroup",
+    "absent",
+    "copy_tree",
+    "fill",
+    "finish",
+    "remove_files",
+]
