@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -137,6 +138,7 @@ def run(
             charts.require()  # before the measuring
         options = Options(wanted, chosen, bool(named), size, directory, repeats, rounds)
         job = Run(options)
+        signal.signal(signal.SIGTERM, _stop)
         with progress("bench", unit="worker", total=job.workers) as bar:
 
             def tell(what: str) -> None:
@@ -159,6 +161,11 @@ def run(
         for problem in problems:
             click.echo(f"error: {problem}", err=True)
         sys.exit(FAILED if problems else 0)
+
+
+def _stop(number: int, frame: object) -> None:
+    """Leave as after Ctrl-C: the worker that runs is ended, and what it wrote is removed."""
+    raise KeyboardInterrupt
 
 
 def _usage(error: Exception) -> Any:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,23 @@ def test_what_hangs_is_ended_with_what_it_started(tmp_path: Path, monkeypatch: p
     for pid in map(int, pids.read_text().split()):
         process = Process.of(pid)
         assert process is None or process.wait_dead(5)
+
+
+def test_a_run_that_is_stopped_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pids, work = tmp_path / "pids", tmp_path / "work"
+    work.mkdir()
+    monkeypatch.setenv("ADAPTERS_PID_FILE", str(pids))
+    command = [sys.executable, "-m", "everstep.cli", "bench", "run", "huge", "--system", "adapters:Hang"]
+    with subprocess.Popen([*command, "--size", "1", "--dir", str(work)]) as process:
+        while not (pids.exists() and pids.read_text()):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(60) == 1
+    assert os.listdir(work) == []
+    for pid in map(int, pids.read_text().split()):
+        ended = Process.of(pid)
+        assert ended is None or ended.wait_dead(5)
 
 
 def test_what_a_killed_worker_leaves_in_memory_is_removed(tmp_path: Path) -> None:
