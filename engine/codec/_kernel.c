@@ -76,6 +76,10 @@ enum { NONE, XOR, FLOAT_DIFFERENCE, INT_DIFFERENCE, FLOAT_CLASSES = 5, INT_CLASS
             for (i = 0; i < n; i++)                                                                                    \
                 store##W(out, i, (u##W)(unfolded##W(load##W(words, i)) + load##W(base, i)));                           \
     }                                                                                                                  \
+    INLINE void bytes_at##W(const uint8_t *base, Py_ssize_t n, int shift, uint8_t *restrict bytes) {                   \
+        for (Py_ssize_t i = 0; i < n; i++)                                                                             \
+            bytes[i] = (uint8_t)(load##W(base, i) >> shift);                                                           \
+    }                                                                                                                  \
     INLINE void keys##W(const uint8_t *base, Py_ssize_t n, uint8_t *restrict keys) {                                   \
         for (Py_ssize_t i = 0; i < n; i++)                                                                             \
             keys[i] = (uint8_t)(load##W(base, i) >> (W == 64 ? 52 : W == 32 ? 23 : W == 16 ? 7 : 0));                  \
@@ -236,19 +240,22 @@ INLINE int highest32(uint32_t u) {
     return (int)(bits >> 23 & 255) - 127;
 }
 
-/* Of a tile: classes, numbers of bits below, and these. */
+/* Of a tile: marks (context << 8 | class), numbers of bits below, and these. */
 #define DEFINE_CLASSES(W, REST, HIGHEST)                                                                               \
-    INLINE void classify##W(const uint8_t *new, const uint8_t *base, int transform, Py_ssize_t n,                      \
-                            uint8_t *restrict classes, uint8_t *restrict lengths, REST *restrict rest) {               \
-        const int steps = steps_of(W / 8);                                                                             \
+    INLINE void classify##W(const uint8_t *new, const uint8_t *base, const Setting *set, int transform, Py_ssize_t n,  \
+                            uint16_t *restrict marks, REST *restrict lengths, REST *restrict rest) {                   \
+        const int steps = steps_of(W / 8), shift = set->shift, low = set->low + 8, top = set->contexts - 9;            \
         for (Py_ssize_t i = 0; i < n; i++) {                                                                           \
             u##W a = load##W(new, i), b = load##W(base, i), d, u;                                                      \
             d = transform == FLOAT_CLASSES ? (u##W)(ordered##W(a) - ordered##W(b)) : (u##W)(a - b);                    \
             u = (u##W)((u##W)(d ^ signs##W(d)) - signs##W(d));                                                         \
             int high = HIGHEST;                                                                                        \
             int length = (high > steps ? high : steps) - steps;                                                        \
-            classes[i] = (uint8_t)((((REST)length << steps) + ((REST)u >> length)) << 1 | (REST)(d >> (W - 1)));       \
-            lengths[i] = (uint8_t)length;                                                                              \
+            int place = (int8_t)(uint8_t)((int)(b >> shift) - low);                                                    \
+            place = place < -8 ? -8 : place > top ? top : place;                                                       \
+            marks[i] = (uint16_t)((place + 8) << 8 |                                                                   \
+                                  (int)((((REST)length << steps) + ((REST)u >> length)) << 1 | (REST)(d >> (W - 1)))); \
+            lengths[i] = (REST)length;                                                                                 \
             rest[i] = (REST)u & (((REST)1 << length) - 1);                                                             \
         }                                                                                                              \
     }                                                                                                                  \
@@ -265,11 +272,13 @@ INLINE int highest32(uint32_t u) {
         }                                                                                                              \
     }                                                                                                                  \
     INLINE void contexts##W(const uint8_t *base, Py_ssize_t n, const Setting *set, uint8_t *restrict contexts) {       \
-        const int top = set->contexts - 1;                                                                             \
+        const int8_t top = (int8_t)(set->contexts - 9);                                                                \
+        const uint8_t low = (uint8_t)(set->low + 8);                                                                   \
         for (Py_ssize_t i = 0; i < n; i++) {                                                                           \
-            int8_t at = (int8_t)(uint8_t)((uint8_t)(load##W(base, i) >> set->shift) - (uint8_t)set->low - 8);          \
-            int place = at + 8;                                                                                        \
-            contexts[i] = (uint8_t)(place < 0 ? 0 : place > top ? top : place);                                        \
+            int8_t place = (int8_t)(uint8_t)((uint8_t)(load##W(base, i) >> set->shift) - low);                         \
+            place = place < -8 ? -8 : place;                                                                           \
+            place = place > top ? top : place;                                                                         \
+            contexts[i] = (uint8_t)(place + 8);                                                                        \
         }                                                                                                              \
     }
 DEFINE_CLASSES(8, uint32_t, highest32(u))
@@ -293,39 +302,63 @@ INLINE void put_bits(BitsOut *out, uint64_t bits, unsigned length) {
     out->have &= 7;
 }
 
+/* Two neighbours of at most 29 bits are put together first. */
+INLINE void put_pairs(BitsOut *out, uint32_t *rest, uint32_t *lengths, Py_ssize_t n) {
+    uint64_t bits[TILE / 2], sums[TILE / 2];
+    const Py_ssize_t pairs = (n + 1) / 2;
+    rest[n] = 0;
+    lengths[n] = 0;
+    for (Py_ssize_t i = 0; i < pairs; i++) {
+        uint64_t both, length;
+        memcpy(&both, rest + 2 * i, 8);
+        memcpy(&length, lengths + 2 * i, 8);
+        bits[i] = (both & UINT32_MAX) | both >> 32 << (length & 63);
+        sums[i] = (length & 63) + (length >> 32);
+    }
+    uint64_t word = out->word;
+    unsigned have = out->have;
+    uint8_t *to = out->to;
+    for (Py_ssize_t i = 0; i < pairs; i++) {
+        uint64_t over = bits[i] >> 1 >> (63 - have);
+        word |= bits[i] << have;
+        memcpy(to, &word, 8);
+        have += (unsigned)sums[i];
+        to += have >> 6 << 3;
+        word = have >> 6 ? over : word;
+        have &= 63;
+    }
+    memcpy(to, &word, 8);
+    out->to = to + (have >> 3);
+    out->word = word >> (have & 56);
+    out->have = have & 7;
+}
+
 /* Classes, contexts and bits of `new` beside `base`: counts[context][class] go up, `marks` gets context << 8 | class. The
- * number of bits is returned. `bits` has room for all of the numbers and 8 bytes more. */
+ * number of bits is returned. `bits` has room for all of the numbers and 16 bytes more. */
 INLINE uint64_t classify_some(const uint8_t *new, const uint8_t *base, const Setting *set, Py_ssize_t n,
                               uint32_t *counts, uint16_t *marks, uint8_t *bits) {
-    uint8_t classes[TILE], lengths[TILE], contexts[TILE];
     union {
-        uint32_t narrow[TILE];
+        uint32_t narrow[TILE + 1];
         uint64_t wide[TILE];
-    } rest;
+    } rest, lengths;
     uint32_t again[CONTEXTS_MAX * CLASSES] = {0}; /* equal neighbours need not wait for each other */
     BitsOut out = {bits, 0, 0};
     const int item = set->item;
     for (Py_ssize_t at = 0; at < n; at += TILE) {
         Py_ssize_t some = n - at < TILE ? n - at : TILE, i = 0;
         const uint8_t *mine = new + at * item, *other = base + at * item;
-        if (item == 8) {
-            classify64(mine, other, set->transform, some, classes, lengths, rest.wide);
-        } else if (item == 4) {
-            if (set->transform == FLOAT_CLASSES)
-                classify32(mine, other, FLOAT_CLASSES, some, classes, lengths, rest.narrow);
-            else
-                classify32(mine, other, INT_CLASSES, some, classes, lengths, rest.narrow);
-        } else if (item == 2) {
-            if (set->transform == FLOAT_CLASSES)
-                classify16(mine, other, FLOAT_CLASSES, some, classes, lengths, rest.narrow);
-            else
-                classify16(mine, other, INT_CLASSES, some, classes, lengths, rest.narrow);
-        } else {
-            classify8(mine, other, set->transform, some, classes, lengths, rest.narrow);
-        }
-        OF(item, contexts, other, some, set, contexts);
-        for (i = 0; i < some; i++)
-            marks[at + i] = (uint16_t)(contexts[i] << 8 | classes[i]);
+        if (item == 8)
+            classify64(mine, other, set, set->transform, some, marks + at, lengths.wide, rest.wide);
+        else if (item == 4 && set->transform == FLOAT_CLASSES)
+            classify32(mine, other, set, FLOAT_CLASSES, some, marks + at, lengths.narrow, rest.narrow);
+        else if (item == 4)
+            classify32(mine, other, set, INT_CLASSES, some, marks + at, lengths.narrow, rest.narrow);
+        else if (item == 2 && set->transform == FLOAT_CLASSES)
+            classify16(mine, other, set, FLOAT_CLASSES, some, marks + at, lengths.narrow, rest.narrow);
+        else if (item == 2)
+            classify16(mine, other, set, INT_CLASSES, some, marks + at, lengths.narrow, rest.narrow);
+        else
+            classify8(mine, other, set, set->transform, some, marks + at, lengths.narrow, rest.narrow);
         for (i = 0; i + 2 <= some; i += 2) {
             counts[marks[at + i]]++;
             again[marks[at + i + 1]]++;
@@ -333,12 +366,12 @@ INLINE uint64_t classify_some(const uint8_t *new, const uint8_t *base, const Set
         if (i < some)
             counts[marks[at + i]]++;
         for (i = 0; item == 8 && i < some; i++) {
-            unsigned low = lengths[i] < 32 ? lengths[i] : 32;
+            unsigned length = (unsigned)lengths.wide[i], low = length < 32 ? length : 32;
             put_bits(&out, rest.wide[i] & ~(~(uint64_t)0 << low), low);
-            put_bits(&out, rest.wide[i] >> 16 >> 16, lengths[i] - low);
+            put_bits(&out, rest.wide[i] >> 16 >> 16, length - low);
         }
-        for (i = 0; item < 8 && i < some; i++)
-            put_bits(&out, rest.narrow[i], lengths[i]);
+        if (item < 8)
+            put_pairs(&out, rest.narrow, lengths.narrow, some);
     }
     for (int i = 0; i < set->contexts * CLASSES; i++)
         counts[i] += again[i];
@@ -996,7 +1029,7 @@ static PyObject *classify(PyObject *self, PyObject *args) {
                           &set.contexts, &counts, &marks, &bits))
         return NULL;
     good = is_setting(&set) && new.len % set.item == 0 && base.len == new.len &&
-           counts.len == set.contexts * CLASSES * 4 && marks.len == new.len / set.item * 2 && bits.len == new.len + 8;
+           counts.len == set.contexts * CLASSES * 4 && marks.len == new.len / set.item * 2 && bits.len == new.len + 16;
     if (good) {
         Py_BEGIN_ALLOW_THREADS
         memset(counts.buf, 0, (size_t)counts.len);
@@ -1062,6 +1095,67 @@ static int are_frequencies(const Py_buffer *given) {
     return 1;
 }
 
+/* The lowest of as many neighbouring keys as there are contexts that have the most items. */
+static PyObject *window(PyObject *self, PyObject *args) {
+    Py_buffer base = {0};
+    int item, shift, low = 0;
+    if (!PyArg_ParseTuple(args, "y*ii", &base, &item, &shift))
+        return NULL;
+    int good = is_item(item) && shift >= 0 && shift < 8 * item && base.len % item == 0;
+    if (good) {
+        uint8_t keys[TILE];
+        Setting set = {item, 0, shift, 0, 0};
+        Py_ssize_t counts[256] = {0}, have = 0, most = -1;
+        for (Py_ssize_t at = 0; at < base.len / item; at += TILE) {
+            Py_ssize_t some = base.len / item - at < TILE ? base.len / item - at : TILE;
+            OF(item, bytes_at, (const uint8_t *)base.buf + at * item, some, set.shift, keys);
+            for (Py_ssize_t i = 0; i < some; i++)
+                counts[keys[i]]++;
+        }
+        for (int key = 0; key < 256; key++) {
+            have += counts[key] - (key < CONTEXTS_MAX ? 0 : counts[key - CONTEXTS_MAX]);
+            if (have > most) {
+                most = have;
+                low = key < CONTEXTS_MAX ? 0 : key - CONTEXTS_MAX + 1;
+            }
+        }
+    } else {
+        PyErr_SetString(PyExc_ValueError, "sizes and item do not fit");
+    }
+    PyBuffer_Release(&base);
+    return good ? PyLong_FromLong(low) : NULL;
+}
+
+/* Of counts by context: the weights of the contexts' sums less those of the counts; how many counts, and contexts, are
+ * not zero. */
+static PyObject *open_bits(PyObject *self, PyObject *args) {
+    Py_buffer counts = {0}, weights = {0};
+    if (!PyArg_ParseTuple(args, "y*y*", &counts, &weights))
+        return NULL;
+    long long sum = 0;
+    int values = 0, contexts = 0, good = counts.len % (4 * CLASSES) == 0;
+    const uint32_t *count = counts.buf;
+    uint64_t most = (uint64_t)weights.len / 8;
+    for (Py_ssize_t at = 0; good && at < counts.len / 4; at += CLASSES) {
+        uint64_t all = 0;
+        for (int i = 0; i < CLASSES; i++)
+            all += count[at + i];
+        good = all < most;
+        contexts += all != 0;
+        for (int i = 0; good && all != 0 && i < CLASSES; i++) {
+            sum -= (long long)load64(weights.buf, count[at + i]);
+            values += count[at + i] != 0;
+        }
+        if (good)
+            sum += (long long)load64(weights.buf, (Py_ssize_t)all);
+    }
+    PyBuffer_Release(&counts);
+    PyBuffer_Release(&weights);
+    if (!good)
+        PyErr_SetString(PyExc_ValueError, "weights for other counts");
+    return good ? Py_BuildValue("(Lii)", sum, values, contexts) : NULL;
+}
+
 static PyObject *encode(PyObject *self, PyObject *args) {
     Py_buffer marks = {0}, of = {0}, room = {0}, states = {0};
     Py_ssize_t found = 0;
@@ -1100,31 +1194,29 @@ static PyObject *encode(PyObject *self, PyObject *args) {
 }
 
 static PyObject *declassify(PyObject *self, PyObject *args) {
-    Py_buffer words = {0}, bits = {0}, of = {0}, base = {0}, out = {0};
+    Py_buffer words = {0}, bits = {0}, of = {0}, base = {0}, slots = {0}, out = {0};
     Setting set;
     int lanes, good, whole = 0;
-    if (!PyArg_ParseTuple(args, "y*iy*y*y*iiiiiw*", &words, &lanes, &bits, &of, &base, &set.transform, &set.item,
-                          &set.shift, &set.low, &set.contexts, &out))
+    if (!PyArg_ParseTuple(args, "y*iy*y*y*iiiiiw*w*", &words, &lanes, &bits, &of, &base, &set.transform, &set.item,
+                          &set.shift, &set.low, &set.contexts, &slots, &out))
         return NULL;
     good = is_lanes(lanes) && is_setting(&set) && are_frequencies(&of) && of.len == set.contexts * CLASSES * 2 &&
-           out.len % set.item == 0 && base.len == out.len && words.len >= 4 * lanes && words.len % 2 == 0;
-    uint32_t *slots = good ? PyMem_RawMalloc(sizeof *slots * SCALE * (size_t)set.contexts) : NULL;
-    if (good && slots == NULL)
-        PyErr_NoMemory();
-    else if (!good)
+           out.len % set.item == 0 && base.len == out.len && words.len >= 4 * lanes && words.len % 2 == 0 &&
+           slots.len == CONTEXTS_MAX * (Py_ssize_t)SCALE * 4;
+    if (!good) {
         PyErr_SetString(PyExc_ValueError, "streams, frequencies and room do not fit");
-    good = good && slots != NULL;
-    if (good) {
+    } else {
         uint32_t states[LANES_MAX];
         Py_BEGIN_ALLOW_THREADS
         memcpy(states, words.buf, 4 * (size_t)lanes);
         Streams from = {(const uint8_t *)words.buf + 4 * lanes, (const uint8_t *)words.buf + words.len, bits.buf, 0,
                         (uint64_t)bits.len * 8};
-        slots_all(of.buf, set.contexts, slots);
-        whole = (is_fast ? declassify_fast : declassify_any)(&from, base.buf, &set, lanes, slots, states, out.len / set.item, out.buf);
+        slots_all(of.buf, set.contexts, slots.buf);
+        whole = (is_fast ? declassify_fast : declassify_any)(&from, base.buf, &set, lanes, slots.buf, states, out.len / set.item,
+                                                            out.buf);
         Py_END_ALLOW_THREADS
     }
-    PyMem_RawFree(slots);
+    PyBuffer_Release(&slots);
     PyBuffer_Release(&words);
     PyBuffer_Release(&bits);
     PyBuffer_Release(&of);
@@ -1146,9 +1238,11 @@ static PyMethodDef METHODS[] = {
      "classify(new, base, transform, item, shift, low, contexts, counts, marks, bits): how many bits"},
     {"weights", weights, METH_VARARGS, "weights(counts, out): of each context"},
     {"frequencies", frequencies, METH_VARARGS, "frequencies(weights, out): of each context"},
+    {"window", window, METH_VARARGS, "window(base, item, shift): the lowest key of the best contexts"},
+    {"open_bits", open_bits, METH_VARARGS, "open_bits(counts, weights): (sum, counts, contexts that are not zero)"},
     {"encode", encode, METH_VARARGS, "encode(marks, lanes, frequencies, room, states): how many words"},
     {"declassify", declassify, METH_VARARGS,
-     "declassify(words, lanes, bits, frequencies, base, transform, item, shift, low, contexts, out): whether they fit"},
+     "declassify(words, lanes, bits, frequencies, base, transform, item, shift, low, contexts, slots, out): whether they fit"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -34,6 +34,7 @@ from .constants import (
 )
 from .planes import Bytes, changed, join, pick, place, split
 from .probe import NOISE_BITS, SPARSE_SHARE, Verdict, probe
+from .scratch import back, kept, reuse, take
 from .segments import Kind, Segment
 from .streams import STREAM, Cursor, Part, inflate, pack
 
@@ -54,7 +55,7 @@ def encode_chunk(
     """Encoding and payload of a chunk, in parts that lie one behind the other; never more bytes than ``new`` has.
 
     ``base`` is the same chunk of the base, as long as ``new``; ``segments`` say what lies in it. The parts may be views
-    of ``new``. The same arguments give the same bytes. Raises :class:`UsageError` where the sizes differ.
+    of ``new``, and are good until this thread codes another chunk. The same arguments give the same bytes. Raises :class:`UsageError` where the sizes differ.
     """
     import numpy as np
 
@@ -62,6 +63,7 @@ def encode_chunk(
     if size != len(new) or (base is not None and len(base) != len(new)):
         found = f"segments of {size} bytes, a base of {None if base is None else len(base)}"
         raise UsageError("sizes differ", found=found, expected=f"{len(new)} bytes each")
+    reuse()
     mine = np.frombuffer(new, np.uint8)
     other = None if base is None else np.frombuffer(base, np.uint8)
     encoding, table, parts = PLANES, b"", list[Part]()
@@ -98,7 +100,9 @@ def _blocks(segments: Sequence[Segment]) -> Iterator[tuple[int, int, int, Kind]]
 
 def _encode_block(new: Bytes, base: Bytes | None, item: int, kind: Kind) -> tuple[int, bytes, list[Part]]:
     """Encoding that the chunk has at least, table entries, stored parts."""
+    begin = kept()
     verdict = probe(new, base, item, kind)
+    back(begin)
     if base is None or not verdict.sparse:
         return _encode_items(new, base, item, kind, verdict, new.size)
     map_, count = changed(new, base, item)
@@ -108,7 +112,9 @@ def _encode_block(new: Bytes, base: Bytes | None, item: int, kind: Kind) -> tupl
         return _encode_items(new, base, item, kind, verdict, new.size)
     some, other = pick(new, map_, item, count), pick(base, map_, item, count)
     entry, parts = pack(map_, noise=False, sparse=False, text=False)
+    begin = kept()
     verdict = probe(some, other, item, kind)
+    back(begin)
     needed, entries, stored = _encode_items(some, other, item, kind, verdict, new.size, SPARSE)
     at = BLOCK.size
     return max(needed, XOR_PLANES), entries[:at] + COUNT.pack(count) + entry + entries[at:], parts + stored
@@ -182,6 +188,7 @@ def decode_chunk(encoding: int, payload: memoryview, base: memoryview | None, ou
             found = "none" if base is None else f"{len(base)} bytes"
             raise UsageError("the chunk needs its base", found=found, expected=f"{len(out)} bytes")
         other = np.frombuffer(base, np.uint8)
+    reuse()
     cursor = _opened(payload)
     mine = np.frombuffer(out, np.uint8)
     at, needed = 0, PLANES
@@ -226,7 +233,7 @@ def _decode_sparse(cursor: Cursor, base: Bytes, transform: int, item: int, out: 
     other = pick(base, map_, item, count)
     if other is None:
         raise Damaged("another number of items than the map has", found=count)
-    some = np.empty(count * item, np.uint8)
+    some = take(count * item)
     _decode_items(cursor, other, transform, item, False, some)
     np.copyto(out, base)
     place(some, map_, item, out)
@@ -250,7 +257,10 @@ def _decode_items(
     weights[:, : most + 1] = cursor.plane_bytes(contexts * (most + 1)).reshape(contexts, most + 1)
     streams = [np.frombuffer(cursor.take(size), np.uint8) for size in (nbytes, bits)]
     setting = Setting(transform, item, shift, low, contexts)
-    if not declassify(*streams, frequencies_of(weights), base, setting, out):
+    begin = kept()
+    good = declassify(*streams, frequencies_of(weights), base, setting, out)
+    back(begin)
+    if not good:
         raise Damaged("classes of another block", found=f"{nbytes} and {bits} bytes")
 
 

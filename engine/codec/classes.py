@@ -14,8 +14,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from . import planes
-from .constants import CLASSES, FLOAT_CLASSES, LANES_MAX, LANES_MIN, SCALE_BITS
+from .constants import CLASSES, CONTEXTS_MAX, FLOAT_CLASSES, LANES_MAX, LANES_MIN, SCALE_BITS
 from .planes import Bytes, ordered
+from .scratch import take
 
 STEPS = {1: 3, 2: 3, 4: 2, 8: 1}
 """By bytes of an item: the bits below the highest one that its class has."""
@@ -60,9 +61,9 @@ def classify(new: Bytes, base: Bytes, setting: Setting) -> Classified:
     import numpy as np
 
     if planes._kernel is not None:
-        counts = np.empty((setting.contexts, CLASSES), np.uint32)
-        marks = np.empty(new.size // setting.item, np.uint16)
-        bits = np.empty(new.size + 8, np.uint8)
+        bits = take(new.size + 16)
+        counts = take(setting.contexts * CLASSES * 4).view(np.uint32).reshape(-1, CLASSES)
+        marks = take(new.size // setting.item * 2).view(np.uint16)
         nbits: int = planes._kernel.classify(new, base, *setting, counts, marks, bits)
         return Classified(counts, marks, nbits, bits[: -(-nbits // 8)])
     classes, lengths, rest = _classes(_difference(new, base, setting), STEPS[setting.item])
@@ -70,6 +71,32 @@ def classify(new: Bytes, base: Bytes, setting: Setting) -> Classified:
     counts = np.bincount(marks, minlength=setting.contexts * CLASSES).astype(np.uint32)
     nbits = int(lengths.sum())
     return Classified(counts.reshape(-1, CLASSES), marks, nbits, _put_bits(rest, lengths, nbits))
+
+
+def window(base: Bytes, item: int) -> int:
+    """The lowest of as many neighbouring exponents as there are contexts that have the most numbers."""
+    import numpy as np
+
+    if planes._kernel is not None:
+        low: int = planes._kernel.window(base, item, SHIFTS[item])
+        return low
+    keys = (base.view(f"<u{item}") >> SHIFTS[item]).astype(np.uint8)
+    covered = np.cumsum(np.bincount(keys, minlength=256))
+    covered[CONTEXTS_MAX:] -= covered[:-CONTEXTS_MAX].copy()
+    return max(int(covered.argmax()) - CONTEXTS_MAX + 1, 0)
+
+
+def open_bits(counts: Any, weights: Bytes) -> tuple[int, int, int]:
+    """What the counts of classes leave open, in the unit of ``weights``, those of counts as in :func:`.planes.weigh`;
+    how many counts, and contexts, are not zero."""
+    import numpy as np
+
+    if planes._kernel is not None:
+        found: tuple[int, int, int] = planes._kernel.open_bits(counts, weights)
+        return found
+    sums = counts.sum(axis=1)
+    left = int(weights[sums].sum()) - int(weights[counts].sum())
+    return left, int(np.count_nonzero(counts)), int(np.count_nonzero(sums))
 
 
 def weights_of(counts: Any) -> Bytes:
@@ -113,7 +140,7 @@ def encode(marks: Any, frequencies: Any) -> tuple[Bytes, Bytes]:
 
     lanes = lanes_of(marks.size)
     if planes._kernel is not None:
-        states, room = np.empty(lanes, np.uint32), np.empty(marks.size, np.uint16)
+        states, room = take(lanes * 4).view(np.uint32), take(marks.size * 2).view(np.uint16)
         count = planes._kernel.encode(marks, lanes, frequencies, room, states)
         return states.view(np.uint8), room[marks.size - count :].view(np.uint8)
     starts = (np.cumsum(frequencies, axis=1, dtype=np.uint32) - frequencies).reshape(-1)
@@ -141,7 +168,9 @@ def declassify(words: Bytes, bits: Bytes, frequencies: Any, base: Bytes, setting
     if words.size < 4 * lanes or words.size % 2:
         return False
     if planes._kernel is not None:
-        whole: bool = planes._kernel.declassify(words, lanes, bits, frequencies, base, *setting, out)
+        whole: bool = planes._kernel.declassify(
+            words, lanes, bits, frequencies, base, *setting, take(CONTEXTS_MAX * _SCALE * 4), out
+        )
         return whole
     classes = _decode(words, lanes, frequencies, _contexts(base, setting))
     if classes is None:

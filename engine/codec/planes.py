@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from .constants import FLOAT_DIFFERENCE, NONE, XOR
+from .scratch import take
 
 _kernel: Any
 try:
@@ -35,7 +36,7 @@ def split(new: Bytes, base: Bytes | None, transform: int, item: int, grouped: bo
     import numpy as np
 
     if _kernel is not None:
-        planes = np.empty((item, new.size // item), np.uint8)
+        planes = take(new.size).reshape(item, -1)
         _kernel.split(new, base, transform, item, grouped, planes)
         return planes
     words: Any = new.view(f"<i{item}")
@@ -74,7 +75,7 @@ def thin(plane: Bytes) -> tuple[Bytes, Bytes]:
     import numpy as np
 
     if _kernel is not None:
-        map_, values = np.empty(-(-plane.size // 8), np.uint8), np.empty(plane.size, np.uint8)
+        map_, values = take(-(-plane.size // 8)), take(plane.size)
         return map_, values[: _kernel.thin(plane, map_, values)]
     mask = plane != 0
     return np.packbits(mask, bitorder="little"), plane[mask]
@@ -100,7 +101,7 @@ def changed(new: Bytes, base: Bytes, item: int) -> tuple[Bytes, int]:
     import numpy as np
 
     if _kernel is not None:
-        map_ = np.empty(-(-(new.size // item) // 8), np.uint8)
+        map_ = take(-(-(new.size // item) // 8))
         return map_, _kernel.changed(new, base, item, map_)
     mask = new.view(f"<u{item}") != base.view(f"<u{item}")
     return np.packbits(mask, bitorder="little"), int(np.count_nonzero(mask))
@@ -111,7 +112,7 @@ def pick(data: Bytes, map_: Bytes, item: int, count: int) -> Bytes | None:
     import numpy as np
 
     if _kernel is not None:
-        some = np.empty(count * item, np.uint8)
+        some = take(count * item)
         return some if _kernel.pick(data, map_, item, some) else None
     words = data.view(f"<u{item}")
     found = words[np.unpackbits(map_, count=words.size, bitorder="little").view(np.bool_)]

@@ -6,7 +6,7 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-from .classes import SHIFTS, Setting, classify
+from .classes import SHIFTS, Setting, classify, open_bits, window
 from .constants import (
     CONTEXTS_MAX,
     FLOAT_CLASSES,
@@ -32,6 +32,8 @@ BASE_GAIN = 1 / 128
 
 CLASS_GAIN = 1 / 100
 """What classes have to save, of the block's size, over the best planes: they take longer to read."""
+CLASS_SHARE = 0.9
+"""Where classes take less than this share of the planes without the base, other planes are not looked at."""
 CLASS_ITEMS_MIN = 1024
 """Fewer items are not worth the weights of their classes, which take about ``WEIGHT_COST`` bits each."""
 WEIGHT_COST = 5
@@ -69,16 +71,18 @@ def probe(new: Bytes, base: Bytes | None, item: int, kind: Kind) -> Verdict:
     if base is None:
         return best
     needed = sum(best.bits) - 8 * item * BASE_GAIN
+    classes = None
+    if kind != "bytes" and items >= CLASS_ITEMS_MIN:
+        setting = _setting(base, item, kind)
+        classes, bits = Verdict(setting.transform, [], [], setting), _class_bits(new, base, setting, items)
+        if bits < needed * CLASS_SHARE:
+            return classes
     difference = FLOAT_DIFFERENCE if kind == "float" else INT_DIFFERENCE
     for transform in (XOR,) if kind == "bytes" else (XOR, difference):
         verdict = _look(new, base, transform, item)
         if sum(verdict.bits) < needed:
             best, needed = verdict, sum(verdict.bits)
-    if kind != "bytes" and items >= CLASS_ITEMS_MIN:
-        setting = _setting(base, item, kind)
-        if _class_bits(new, base, setting, items) < needed - 8 * item * CLASS_GAIN:
-            return Verdict(setting.transform, [], [], setting)
-    return best
+    return classes if classes is not None and bits < needed - 8 * item * CLASS_GAIN else best
 
 
 def _is_sparse(new: Bytes, base: Bytes, item: int) -> bool:
@@ -95,29 +99,18 @@ def _is_sparse(new: Bytes, base: Bytes, item: int) -> bool:
 
 def _setting(base: Bytes, item: int, kind: Kind) -> Setting:
     """Contexts for most of the base's numbers; of whole numbers, whose high bits tell nothing, one."""
-    import numpy as np
-
     if kind != "float":
         return Setting(INT_CLASSES, item, 0, 0, 1)
-    shift = SHIFTS[item]
-    keys = (base.view(f"<u{item}") >> shift).astype(np.uint8)
-    covered = np.cumsum(np.bincount(keys, minlength=256))
-    covered[CONTEXTS_MAX:] -= covered[:-CONTEXTS_MAX].copy()
-    return Setting(FLOAT_CLASSES, item, shift, max(int(covered.argmax()) - CONTEXTS_MAX + 1, 0), CONTEXTS_MAX)
+    return Setting(FLOAT_CLASSES, item, SHIFTS[item], window(base, item), CONTEXTS_MAX)
 
 
 def _class_bits(new: Bytes, base: Bytes, setting: Setting, items: int) -> float:
     """Bits per item of a block of ``items``, of which there is a sample."""
-    import numpy as np
-
     found = classify(new, base, setting)
     sampled = found.marks.size
-    weights = _weights(sampled)
-    counts = found.counts[found.counts > 0]
-    sums = found.counts.sum(axis=1)
-    entropy = int(weights[sums].sum() - weights[counts].sum()) / (1 << WEIGHT_BITS)
-    unseen = (counts.size - np.count_nonzero(sums)) / (2 * math.log(2))
-    return (entropy + unseen + found.nbits) / sampled + counts.size * WEIGHT_COST / items
+    left, values, contexts = open_bits(found.counts, _weights(sampled))
+    unseen = (values - contexts) / (2 * math.log(2))
+    return (left / (1 << WEIGHT_BITS) + unseen + found.nbits) / sampled + values * WEIGHT_COST / items
 
 
 def _sample(data: Bytes, item: int) -> Bytes:
