@@ -33,7 +33,7 @@ BASE_GAIN = 1 / 128
 CLASS_GAIN = 1 / 100
 """What classes have to save, of the block's size, over the best planes: they take longer to read."""
 CLASS_SHARE = 0.9
-"""Where classes take less than this share of the planes without the base, other planes are not looked at."""
+"""Where classes of floats take less than this share of the planes without the base, others are not looked at."""
 CLASS_ITEMS_MIN = 1024
 """Fewer items are not worth the weights of their classes, which take about ``WEIGHT_COST`` bits each."""
 WEIGHT_COST = 5
@@ -75,7 +75,7 @@ def probe(new: Bytes, base: Bytes | None, item: int, kind: Kind) -> Verdict:
     if kind != "bytes" and items >= CLASS_ITEMS_MIN:
         setting = _setting(base, item, kind)
         classes, bits = Verdict(setting.transform, [], [], setting), _class_bits(new, base, setting, items)
-        if bits < needed * CLASS_SHARE:
+        if kind == "float" and bits < needed * CLASS_SHARE:
             return classes
     difference = FLOAT_DIFFERENCE if kind == "float" else INT_DIFFERENCE
     for transform in (XOR,) if kind == "bytes" else (XOR, difference):
