@@ -55,7 +55,8 @@ def encode_chunk(
     """Encoding and payload of a chunk, in parts that lie one behind the other; never more bytes than ``new`` has.
 
     ``base`` is the same chunk of the base, as long as ``new``; ``segments`` say what lies in it. The parts may be views
-    of ``new``, and are good until this thread codes another chunk. The same arguments give the same bytes. Raises :class:`UsageError` where the sizes differ.
+    of ``new``, and are good until this thread codes another chunk. The same arguments give the same bytes. Raises
+    :class:`UsageError` where the sizes differ.
     """
     import numpy as np
 
@@ -255,10 +256,10 @@ def _decode_items(
         raise Damaged("no such contexts", found=f"{contexts} at bit {shift}")
     weights = np.zeros((contexts, CLASSES), np.uint8)
     weights[:, : most + 1] = cursor.plane_bytes(contexts * (most + 1)).reshape(contexts, most + 1)
-    streams = [np.frombuffer(cursor.take(size), np.uint8) for size in (nbytes, bits)]
+    words, rest = (np.frombuffer(cursor.take(size), np.uint8) for size in (nbytes, bits))
     setting = Setting(transform, item, shift, low, contexts)
     begin = kept()
-    good = declassify(*streams, frequencies_of(weights), base, setting, out)
+    good = declassify(words, rest, frequencies_of(weights), base, setting, out)
     back(begin)
     if not good:
         raise Damaged("classes of another block", found=f"{nbytes} and {bits} bytes")

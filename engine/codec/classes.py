@@ -159,7 +159,9 @@ def encode(marks: Any, frequencies: Any) -> tuple[Bytes, Bytes]:
     return states.view(np.uint8), words.view(np.uint8)
 
 
-def declassify(words: Bytes, bits: Bytes, frequencies: Any, base: Bytes, setting: Setting, out: Bytes) -> bool:
+def declassify(
+    words: Bytes, bits: Bytes, frequencies: Any, base: Bytes, setting: Setting, out: Bytes
+) -> bool:
     """Inverse of :func:`classify` and :func:`encode`: ``words`` are states and words. Whether these are exactly those
     of as many numbers as ``out`` has."""
     import numpy as np
@@ -218,7 +220,9 @@ def _classes(words: Any, steps: int) -> tuple[Any, Any, Any]:
 def _contexts(base: Bytes, setting: Setting) -> Any:
     import numpy as np
 
-    at = (base.view(f"<u{setting.item}") >> setting.shift).astype(np.uint8) - np.uint8((setting.low + 8) % 256)
+    at = (base.view(f"<u{setting.item}") >> setting.shift).astype(np.uint8) - np.uint8(
+        (setting.low + 8) % 256
+    )
     place = at.view(np.int8).astype(np.int64) + 8
     return np.clip(place, 0, setting.contexts - 1).astype(np.uint64)
 
@@ -297,4 +301,3 @@ def _slots(frequencies: Any) -> tuple[Any, Any, Any]:
             less_one[context] = (row - 1)[classes[context]]
             place[context] = np.arange(_SCALE) - (np.cumsum(row) - row)[classes[context]]
     return classes.reshape(-1), less_one.reshape(-1), place.reshape(-1)
-

@@ -107,7 +107,7 @@ def _setting(base: Bytes, item: int, kind: Kind) -> Setting:
 def _class_bits(new: Bytes, base: Bytes, setting: Setting, items: int) -> float:
     """Bits per item of a block of ``items``, of which there is a sample."""
     found = classify(new, base, setting)
-    sampled = found.marks.size
+    sampled = int(found.marks.size)
     left, values, contexts = open_bits(found.counts, _weights(sampled))
     unseen = (values - contexts) / (2 * math.log(2))
     return (left / (1 << WEIGHT_BITS) + unseen + found.nbits) / sampled + values * WEIGHT_COST / items

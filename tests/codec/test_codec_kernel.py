@@ -110,24 +110,25 @@ def test_classes(monkeypatch: pytest.MonkeyPatch, item: int, transform: int) -> 
     rng = np.random.default_rng(item)
     for count in (*COUNTS[1:], 100_003):
         base = rng.integers(0, 256, count * item, np.uint8)
-        words = base.view(f"<u{item}") + (rng.integers(0, 1 << 63, count) >> rng.integers(0, 64, count)).astype(
-            f"<u{item}"
-        )
+        words = base.view(f"<u{item}") + (
+            rng.integers(0, 1 << 63, count) >> rng.integers(0, 64, count)
+        ).astype(f"<u{item}")
         new = np.where(rng.random(count) < 0.3, base.view(f"<u{item}"), words).view(np.uint8)
         low, lowest = both(monkeypatch, lambda b=base: classes.window(b, item))
         assert low == lowest
         contexts = int(rng.integers(1, CONTEXTS_MAX + 1))
         setting = classes.Setting(transform, item, classes.SHIFTS[item], int(low), contexts)  # type: ignore[call-overload]
-        for fast, plain in (coded_both_ways(monkeypatch, new, base, setting),):
-            for one, other in zip(fast, plain, strict=True):
-                np.testing.assert_array_equal(one, other)
+        fast, plain = coded_both_ways(monkeypatch, new, base, setting)
+        for one, other in zip(fast, plain, strict=True):
+            np.testing.assert_array_equal(one, other)
         _, _, _, bits, _, frequencies, states, words_ = plain
         stream = np.concatenate([states, words_])
         for damage in (None, 0, stream.size - 1):
             given = stream.copy()
             if damage is not None:
                 given[damage] ^= 1
-            found = both(monkeypatch, lambda g=given: decoded(g, bits, frequencies, base, setting, new.size))
+            told = bits, frequencies, base, setting, new.size
+            found = both(monkeypatch, lambda given=given, told=told: decoded(given, *told))
             for whole, out in found:  # type: ignore[misc]
                 assert whole == (damage is None)
                 assert damage is not None or (out == new).all()
@@ -143,7 +144,16 @@ def coded_both_ways(monkeypatch: pytest.MonkeyPatch, new: Any, base: Any, settin
         frequencies = classes.frequencies_of(weights)
         opened = np.array(classes.open_bits(found.counts, table))
         states, words = classes.encode(found.marks, frequencies)
-        parts = (found.counts, found.marks, np.array(found.nbits), found.bits, opened, frequencies, states, words)
+        parts = (
+            found.counts,
+            found.marks,
+            np.array(found.nbits),
+            found.bits,
+            opened,
+            frequencies,
+            states,
+            words,
+        )
         return tuple(part.copy() for part in parts)
 
     return both(monkeypatch, code)  # type: ignore[return-value]
@@ -245,8 +255,12 @@ def test_the_kernel_looks_at_sizes_itself() -> None:
         lambda: KERNEL.open_bits(counts, np.zeros(4, np.int64)),
         lambda: KERNEL.open_bits(counts[:5], np.zeros(99, np.int64)),
         lambda: KERNEL.classify(bytes_, bytes_, 5, 4, 23, 0, 1, counts, room[:8].copy(), room.copy()),
-        lambda: KERNEL.classify(bytes_, bytes_, 5, 4, 23, 0, 17, counts, room[:8].copy(), np.zeros(32, np.uint8)),
-        lambda: KERNEL.classify(bytes_, bytes_, 2, 4, 23, 0, 1, counts, room[:8].copy(), np.zeros(32, np.uint8)),
+        lambda: KERNEL.classify(
+            bytes_, bytes_, 5, 4, 23, 0, 17, counts, room[:8].copy(), np.zeros(32, np.uint8)
+        ),
+        lambda: KERNEL.classify(
+            bytes_, bytes_, 2, 4, 23, 0, 1, counts, room[:8].copy(), np.zeros(32, np.uint8)
+        ),
         lambda: KERNEL.weights(counts, room.copy()),
         lambda: KERNEL.frequencies(np.zeros(256, np.uint8), np.zeros(255, np.uint16)),
         lambda: KERNEL.encode(marks, 8, even + 1, marks.copy(), np.zeros(8, np.uint32)),

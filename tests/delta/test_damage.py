@@ -42,7 +42,7 @@ def flipped(at: int) -> Callable[[bytes], bytes]:
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "first payload": flipped(0),
-    "later payload": flipped(20_000),
+    "later payload": flipped(10_000),
     "table": flipped(-TAIL),
     "lengths in the table": flipped(-TAIL + COUNT + 1),
     "magic": flipped(-packed.FOOTER_BYTES),

@@ -207,7 +207,11 @@ def classes() -> tuple[bytes, bytes, bytes]:
     # Backwards from 2^15: x becomes 4096 floor(x / f) + x modulo f + s.
     states = [(1 << 15) // f * 4096 + (1 << 15) % f + s for f, s in ((2049, 0), (2047, 2049))]
     states += [1 << 15] * 6
-    return struct.pack("<I", len(table)) + table + weights + struct.pack("<8I", *states) + bytes([0]), base, chunk
+    return (
+        struct.pack("<I", len(table)) + table + weights + struct.pack("<8I", *states) + bytes([0]),
+        base,
+        chunk,
+    )
 
 
 def delta_vote() -> Vote:

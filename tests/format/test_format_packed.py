@@ -58,7 +58,8 @@ def test_tables_that_cannot_be_are_not_written(rows: list[tuple[int, int]]) -> N
 def test_hostile_tables_with_good_hashes_are_refused() -> None:
     def made(codes: list[int], lengths: list[int], **changes: int) -> bytes:
         table = bytes(codes) + struct.pack(f"<{len(lengths)}I", *lengths)
-        values = {"version": FORMAT_VERSION, "zero": 0, "chunk": CHUNK, "nbytes": NBYTES, "count": 3, "table": len(table)}
+        values = {"version": FORMAT_VERSION, "zero": 0, "chunk": CHUNK, "nbytes": NBYTES, "count": 3}
+        values["table"] = len(table)
         values.update(changes)
         footer = struct.pack("<8sIIQQQQ16s", b"EVSTPACK", *values.values(), digest(table))
         return table + footer + digest(footer)

@@ -175,7 +175,8 @@ def test_impossible_records_are_not_written() -> None:
     ):
         with pytest.raises(UnsupportedValue):
             encode_incarnation(dataclasses.replace(RECORD, **change))  # type: ignore[arg-type]
-    for change in ({"chunk_bytes": 5000}, {"chunk_bytes": 512}, {"run_id": ""}, {"format": 1}, {"format": FORMAT_VERSION + 1}):
+    others = ({"format": 1}, {"format": FORMAT_VERSION + 1})
+    for change in ({"chunk_bytes": 5000}, {"chunk_bytes": 512}, {"run_id": ""}, *others):
         with pytest.raises(UnsupportedValue):
             encode_run(dataclasses.replace(RUN, **change))  # type: ignore[arg-type]
 

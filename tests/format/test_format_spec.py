@@ -74,9 +74,7 @@ def test_the_worked_vote_decodes() -> None:
 
 
 @pytest.mark.parametrize(("block", "worked_out"), [("payload", payload), ("classes", classes)])
-def test_the_worked_payloads_decode(
-    block: str, worked_out: Callable[[], tuple[bytes, bytes, bytes]]
-) -> None:
+def test_the_worked_payloads_decode(block: str, worked_out: Callable[[], tuple[bytes, bytes, bytes]]) -> None:
     data, base, chunk = worked_out()
     assert from_hex_dump(blocks()[block]) == data
     out = bytearray(len(chunk))
@@ -90,7 +88,12 @@ def test_the_numbers_of_the_codec_are_those_of_the_page() -> None:
     assert ours == (*theirs, constants.XOR_PLANES, constants.DIFFERENCE_PLANES) == packed.ENCODINGS
     page = PAGE.read_text().split("### 6.2 Payloads")[1].split("### 6.3")[0]
     rows = re.findall(r"^\| (\d) \|", page, re.M)
-    transforms: tuple[int, ...] = (constants.NONE, constants.XOR, constants.FLOAT_DIFFERENCE, constants.INT_DIFFERENCE)
+    transforms: tuple[int, ...] = (
+        constants.NONE,
+        constants.XOR,
+        constants.FLOAT_DIFFERENCE,
+        constants.INT_DIFFERENCE,
+    )
     streams = (constants.STREAM_PLAIN, constants.STREAM_ZSTD, constants.STREAM_EQUAL, constants.STREAM_SPARSE)
     transforms += (constants.SAME, constants.FLOAT_CLASSES, constants.INT_CLASSES)
     assert [int(row) for row in rows] == [*transforms, *streams]
