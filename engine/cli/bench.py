@@ -26,7 +26,7 @@ Runner = Callable[[Tell], "dict[str, Any]"]
 STAGES_PER_REPEAT = {"stall": 3, "save-load": 2, "memory": 2, "delta": 2}
 STAGES = {"dcp": 8}
 """Of benchmarks whose number of stages does not grow with the repeats."""
-STAGES_MORE = {"memory": 4, "pace": 2, "s3": 3, "delta": 17}
+STAGES_MORE = {"memory": 4, "pace": 2, "s3": 3, "delta": 14}
 
 
 @click.group("bench", context_settings={"help_option_names": ["-h", "--help"]})

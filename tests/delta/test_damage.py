@@ -108,7 +108,7 @@ def test_fsck_reads_objects_and_what_they_decode_to(
         assert await findings(backend) == {}
         path = tmp_path / "run" / OBJECT
         data = path.read_bytes()
-        path.write_bytes(flipped(20_000)(data))
+        path.write_bytes(flipped(10_000)(data))
         assert list(await findings(backend)) == [OBJECT]
         path.write_bytes(data)
         shutil.rmtree(tmp_path / "run" / names.attempt_dir(1, 1, 1))
