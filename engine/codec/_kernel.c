@@ -29,6 +29,12 @@
 #include <immintrin.h>
 #define FAST __attribute__((target("avx2,bmi,bmi2,lzcnt,popcnt")))
 static int is_fast; /* whether the machine has these */
+#if __GNUC__ >= 8 && !defined(__clang__)
+#define WIDEST                                                                                                         \
+    __attribute__((target("avx2,bmi,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,"                    \
+                          "prefer-vector-width=512")))
+static int is_widest; /* and these */
+#endif
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
@@ -341,9 +347,13 @@ INLINE uint64_t classify_some(const uint8_t *new, const uint8_t *base, const Set
         uint32_t narrow[TILE + 1];
         uint64_t wide[TILE];
     } rest, lengths;
-    uint32_t again[CONTEXTS_MAX * CLASSES] = {0}; /* equal neighbours need not wait for each other */
+    uint32_t room[CONTEXTS_MAX * CLASSES], *again = counts;
     BitsOut out = {bits, 0, 0};
     const int item = set->item;
+    if (n > TILE) { /* equal neighbours need not wait for each other */
+        again = room;
+        memset(room, 0, sizeof room);
+    }
     for (Py_ssize_t at = 0; at < n; at += TILE) {
         Py_ssize_t some = n - at < TILE ? n - at : TILE, i = 0;
         const uint8_t *mine = new + at * item, *other = base + at * item;
@@ -373,7 +383,7 @@ INLINE uint64_t classify_some(const uint8_t *new, const uint8_t *base, const Set
         if (item < 8)
             put_pairs(&out, rest.narrow, lengths.narrow, some);
     }
-    for (int i = 0; i < set->contexts * CLASSES; i++)
+    for (int i = 0; again != counts && i < set->contexts * CLASSES; i++)
         counts[i] += again[i];
     return (uint64_t)(out.to - bits) * 8 + out.have;
 }
@@ -391,6 +401,16 @@ FAST static uint64_t classify_fast(const uint8_t *new, const uint8_t *base, cons
 #else
 #define is_fast 0
 #define classify_fast classify_any
+#endif
+
+#ifdef WIDEST
+WIDEST static uint64_t classify_widest(const uint8_t *new, const uint8_t *base, const Setting *set, Py_ssize_t n,
+                                       uint32_t *counts, uint16_t *marks, uint8_t *bits) {
+    return classify_some(new, base, set, n, counts, marks, bits);
+}
+#else
+#define is_widest 0
+#define classify_widest classify_fast
 #endif
 
 /* Of each context: counts as weights of one byte (0: never), which are classes of sixteen bits. */
@@ -1033,7 +1053,8 @@ static PyObject *classify(PyObject *self, PyObject *args) {
     if (good) {
         Py_BEGIN_ALLOW_THREADS
         memset(counts.buf, 0, (size_t)counts.len);
-        found = (is_fast ? classify_fast : classify_any)(new.buf, base.buf, &set, new.len / set.item, counts.buf, marks.buf, bits.buf);
+        found = (is_widest ? classify_widest : is_fast ? classify_fast : classify_any)(
+            new.buf, base.buf, &set, new.len / set.item, counts.buf, marks.buf, bits.buf);
         Py_END_ALLOW_THREADS
     } else {
         PyErr_SetString(PyExc_ValueError, "sizes, item and transform do not fit");
@@ -1256,6 +1277,11 @@ PyMODINIT_FUNC PyInit__kernel(void) {
     is_fast = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
               __builtin_cpu_supports("lzcnt") && __builtin_cpu_supports("popcnt");
     fill_tables();
+#endif
+#ifdef WIDEST
+    is_widest = is_fast && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                __builtin_cpu_supports("avx512vl");
 #endif
     return PyModuleDef_Init(&MODULE);
 }

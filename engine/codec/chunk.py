@@ -152,15 +152,18 @@ def _encode_classes(new: Bytes, base: Bytes, setting: Setting) -> tuple[bytes, l
     """Table entries and stored parts of a block of classes."""
     import numpy as np
 
+    begin = kept()
     found = classify(new, base, setting)
     weights = weights_of(found.counts)
     states, words = encode(found.marks, frequencies_of(weights))
-    most = int(np.flatnonzero(weights.any(axis=0))[-1])
+    coded = states.tobytes() + words.tobytes()
+    # The bits lie first in the scratch. What lies behind them is used again by the next block, while it is in the cache.
+    back(begin + found.bits.size)
+    most = int(weights.any(axis=0).nonzero()[0][-1])
     table = np.ascontiguousarray(weights[:, : most + 1]).reshape(-1)
     entry, parts = pack(table, noise=False, sparse=False, text=False)
-    nbytes = states.size + words.size
-    head = MODEL.pack(setting.shift, setting.low, setting.contexts, most, nbytes, found.bits.size)
-    return head + entry, [*parts, *(memoryview(part) for part in (states, words, found.bits))]
+    head = MODEL.pack(setting.shift, setting.low, setting.contexts, most, len(coded), found.bits.size)
+    return head + entry, [*parts, coded, memoryview(found.bits)]
 
 
 def decode_chunk(encoding: int, payload: memoryview, base: memoryview | None, out: memoryview) -> None:

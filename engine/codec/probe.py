@@ -33,10 +33,14 @@ BASE_GAIN = 1 / 128
 CLASS_GAIN = 1 / 100
 """What classes have to save, of the block's size, over the best planes: they take longer to read."""
 CLASS_SHARE = 0.9
-"""Where classes of floats take less than this share of the planes without the base, others are not looked at."""
+"""Where classes of floats take less than this share of the planes without the base, or more than these, others are not
+looked at: the base tells much, or nothing."""
 CLASS_ITEMS_MIN = 1024
 """Fewer items are not worth the weights of their classes, which take about ``WEIGHT_COST`` bits each."""
 WEIGHT_COST = 5
+
+CONTEXT_ITEMS = 1024
+"""The first and the last context of a block have at least so many of its items."""
 
 SAME_SHARE = 1 / 256
 """Where at most so many items differ, they are stored alone. So they are where up to ``SPARSE_CHANGES`` differ in
@@ -73,10 +77,12 @@ def probe(new: Bytes, base: Bytes | None, item: int, kind: Kind) -> Verdict:
     needed = sum(best.bits) - 8 * item * BASE_GAIN
     classes = None
     if kind != "bytes" and items >= CLASS_ITEMS_MIN:
-        setting = _setting(base, item, kind)
-        classes, bits = Verdict(setting.transform, [], [], setting), _class_bits(new, base, setting, items)
+        setting, bits = _class_bits(new, base, _setting(base, item, kind), items)
+        classes = Verdict(setting.transform, [], [], setting)
         if kind == "float" and bits < needed * CLASS_SHARE:
             return classes
+        if kind == "float" and bits > sum(best.bits):
+            return best
     difference = FLOAT_DIFFERENCE if kind == "float" else INT_DIFFERENCE
     for transform in (XOR,) if kind == "bytes" else (XOR, difference):
         verdict = _look(new, base, transform, item)
@@ -104,13 +110,24 @@ def _setting(base: Bytes, item: int, kind: Kind) -> Setting:
     return Setting(FLOAT_CLASSES, item, SHIFTS[item], window(base, item), CONTEXTS_MAX)
 
 
-def _class_bits(new: Bytes, base: Bytes, setting: Setting, items: int) -> float:
-    """Bits per item of a block of ``items``, of which there is a sample."""
+def _class_bits(new: Bytes, base: Bytes, setting: Setting, items: int) -> tuple[Setting, float]:
+    """Bits per item of a block of ``items``, of which there is a sample; and the setting without the contexts at both
+    ends that have few items."""
     found = classify(new, base, setting)
     sampled = int(found.marks.size)
     left, values, contexts = open_bits(found.counts, _weights(sampled))
     unseen = (values - contexts) / (2 * math.log(2))
-    return (left / (1 << WEIGHT_BITS) + unseen + found.nbits) / sampled + values * WEIGHT_COST / items
+    bits = (left / (1 << WEIGHT_BITS) + unseen + found.nbits) / sampled + values * WEIGHT_COST / items
+    sums: list[int] = found.counts.sum(axis=1).tolist()
+    least = min(CONTEXT_ITEMS / items, 1) * sampled
+    low, high, below, above = 0, len(sums) - 1, sums[0], sums[-1]
+    while below < least and low < high:
+        low += 1
+        below += sums[low]
+    while above < least and high > low:
+        high -= 1
+        above += sums[high]
+    return setting._replace(low=(setting.low + low) % 256, contexts=high - low + 1), bits
 
 
 def _sample(data: Bytes, item: int) -> Bytes:

@@ -45,5 +45,5 @@ def kept() -> int:
 
 
 def back(kept: int) -> None:
-    """What was taken since :func:`kept` said so may be overwritten."""
-    _SCRATCH.used = kept
+    """What was taken since :func:`kept` said so, or lies behind, may be overwritten."""
+    _SCRATCH.used = min(-(-kept // ALIGN_BYTES) * ALIGN_BYTES, SCRATCH_BYTES)
