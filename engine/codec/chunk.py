@@ -157,7 +157,7 @@ def _encode_classes(new: Bytes, base: Bytes, setting: Setting) -> tuple[bytes, l
     weights = weights_of(found.counts)
     states, words = encode(found.marks, frequencies_of(weights))
     coded = states.tobytes() + words.tobytes()
-    # The bits lie first in the scratch. What lies behind them is used again by the next block, while it is in the cache.
+    # The bits lie first in the scratch. What lies behind them is used again by the next block, still in the cache.
     back(begin + found.bits.size)
     most = int(weights.any(axis=0).nonzero()[0][-1])
     table = np.ascontiguousarray(weights[:, : most + 1]).reshape(-1)

@@ -24,6 +24,7 @@ from everstep.codec.constants import (
     ZSTD,
 )
 from everstep.codec.planes import split
+from everstep.codec.scratch import SCRATCH_BYTES
 from everstep.codec.segments import Kind, Segment
 from everstep.codec.streams import pack
 from everstep.errors import Damaged, UsageError
@@ -143,6 +144,17 @@ def test_a_chunk_of_several_blocks_whose_ends_cut_an_item() -> None:
     encoding, payload = through(b"abc" + new[:-3], b"abd" + base[:-3], segments)
     assert encoding == DIFFERENCE_PLANES
     assert len(payload) < 0.75 * len(new)
+
+
+def test_chunks_larger_than_what_a_thread_keeps() -> None:
+    """No block's parts are overwritten by a later one, wherever the thread's memory ends."""
+    count = 2 * SCRATCH_BYTES // 4
+    values = np.tile(weights(24, count // 16), 16)
+    near = (values * np.float32(1.0001)).tobytes()
+    few = values.copy()
+    few.reshape(-1, 64)[::7] *= np.float32(1.01)
+    for new in (near, few.tobytes()):
+        through(new, values.tobytes(), [Segment(values.nbytes, 4, "float")])
 
 
 def test_views_of_any_alignment_are_read_and_written() -> None:
