@@ -290,7 +290,7 @@ def delta(repeats: int, directory: Path | None, as_json: bool) -> None:
     decode_gb_per_s are of one core; ..._vs_changed a delta's bytes over those of the numbers that changed, and
     never_above the largest delta over its full. restore_vs_full compares a cold load of a delta and its base with one
     of a full; step_slowdown is how much longer a training loop on one core takes when the agent on the other makes a
-    delta of each snapshot. Takes some five minutes.
+    delta of each snapshot. Takes some four minutes.
     """
 
     def runner(tell: Tell) -> dict[str, Any]:
