@@ -44,8 +44,10 @@ MAY_IMPORT = {
 TORCH_LAYERS = frozenset({"state", "snapshot", "facade", "dcp", "port", "demo", "benchmarks"})
 LAZY_TORCH = {
     "everstep.codec.chunk": "numpy",
+    "everstep.codec.classes": "numpy",
     "everstep.codec.planes": "numpy",
     "everstep.codec.probe": "numpy",
+    "everstep.codec.scratch": "numpy",
     "everstep.codec.streams": "numpy",
     "everstep.store.bases": "numpy",
     "everstep.store.fill": "numpy",

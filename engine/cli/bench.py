@@ -27,7 +27,7 @@ Runner = Callable[[Tell], "dict[str, Any]"]
 STAGES_PER_REPEAT = {"stall": 3, "save-load": 2, "memory": 2, "delta": 2}
 STAGES = {"dcp": 8}
 """Of benchmarks whose number of stages does not grow with the repeats."""
-STAGES_MORE = {"memory": 4, "pace": 2, "s3": 3, "delta": 17}
+STAGES_MORE = {"memory": 4, "pace": 2, "s3": 3, "delta": 14}
 
 
 @click.group("bench", context_settings={"help_option_names": ["-h", "--help"]})
@@ -291,7 +291,7 @@ def delta(repeats: int, directory: Path | None, as_json: bool) -> None:
     decode_gb_per_s are of one core; ..._vs_changed a delta's bytes over those of the numbers that changed, and
     never_above the largest delta over its full. restore_vs_full compares a cold load of a delta and its base with one
     of a full; step_slowdown is how much longer a training loop on one core takes when the agent on the other makes a
-    delta of each snapshot. Takes some five minutes.
+    delta of each snapshot. Takes some four minutes.
     """
 
     def runner(tell: Tell) -> dict[str, Any]:

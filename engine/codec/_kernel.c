@@ -24,9 +24,21 @@
 #ifndef WIDE
 #define WIDE
 #endif
+/* What takes classes apart is compiled twice, too, and chosen by hand, as it also says how eight lanes go at once. */
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#define FAST __attribute__((target("avx2,bmi,bmi2,lzcnt,popcnt")))
+static int is_fast; /* whether the machine has these */
+#if __GNUC__ >= 8 && !defined(__clang__)
+#define WIDEST                                                                                                         \
+    __attribute__((target("avx2,bmi,bmi2,lzcnt,popcnt,avx512f,avx512bw,avx512cd,avx512dq,avx512vl,"                    \
+                          "prefer-vector-width=512")))
+static int is_widest; /* and these */
+#endif
+#endif
 #define INLINE static inline __attribute__((always_inline))
 
-enum { NONE, XOR, FLOAT_DIFFERENCE, INT_DIFFERENCE };
+enum { NONE, XOR, FLOAT_DIFFERENCE, INT_DIFFERENCE, FLOAT_CLASSES = 5, INT_CLASSES };
 
 /* For words of W bits: `forward` turns those of the new chunk into what is stored, `backward` is its inverse, `spread`
  * and `gather` go between words and planes. Written as single loops without branches, for compilers to vectorize. */
@@ -69,6 +81,10 @@ enum { NONE, XOR, FLOAT_DIFFERENCE, INT_DIFFERENCE };
         else                                                                                                           \
             for (i = 0; i < n; i++)                                                                                    \
                 store##W(out, i, (u##W)(unfolded##W(load##W(words, i)) + load##W(base, i)));                           \
+    }                                                                                                                  \
+    INLINE void bytes_at##W(const uint8_t *base, Py_ssize_t n, int shift, uint8_t *restrict bytes) {                   \
+        for (Py_ssize_t i = 0; i < n; i++)                                                                             \
+            bytes[i] = (uint8_t)(load##W(base, i) >> shift);                                                           \
     }                                                                                                                  \
     INLINE void keys##W(const uint8_t *base, Py_ssize_t n, uint8_t *restrict keys) {                                   \
         for (Py_ssize_t i = 0; i < n; i++)                                                                             \
@@ -201,6 +217,504 @@ WIDE static void join_all(const uint8_t *const *planes, const uint8_t *equal, co
         OF(item, backward, words, base + at * item, transform, some, out + at * item);
     }
 }
+
+/* ------------------------------------------------------------------------------------------------ classes
+ *
+ * A difference d is a class (one byte: sign, place of the highest bit, `steps` bits below it) and the bits below those.
+ * Classes are coded by rANS, each with the counts of its context, which the base's number tells; bits lie one behind the
+ * other. FORMAT.md has the arithmetic.
+ */
+#define CLASSES 256
+#define CONTEXTS_MAX 16
+#define LANES_MAX 256
+#define SCALE_BITS 12
+#define SCALE (1u << SCALE_BITS)
+#define STATE_LOW (1u << 15)
+
+INLINE int steps_of(int item) { return item == 8 ? 1 : item == 4 ? 2 : 3; }
+
+/* Where the contexts of a number's neighbours come from. */
+typedef struct {
+    int item, transform, shift, low, contexts;
+} Setting;
+
+/* Number of the highest bit set; of 0 it is less than any that counts. */
+INLINE int highest32(uint32_t u) {
+    float f = (float)(int32_t)(u & ~(u >> 24)); /* what would round up to the next power is cleared */
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    return (int)(bits >> 23 & 255) - 127;
+}
+
+/* Of a tile: marks (context << 8 | class), numbers of bits below, and these. */
+#define DEFINE_CLASSES(W, REST, HIGHEST)                                                                               \
+    INLINE void classify##W(const uint8_t *new, const uint8_t *base, const Setting *set, int transform, Py_ssize_t n,  \
+                            uint16_t *restrict marks, REST *restrict lengths, REST *restrict rest) {                   \
+        const int steps = steps_of(W / 8), shift = set->shift, low = set->low + 8, top = set->contexts - 9;            \
+        for (Py_ssize_t i = 0; i < n; i++) {                                                                           \
+            u##W a = load##W(new, i), b = load##W(base, i), d, u;                                                      \
+            d = transform == FLOAT_CLASSES ? (u##W)(ordered##W(a) - ordered##W(b)) : (u##W)(a - b);                    \
+            u = (u##W)((u##W)(d ^ signs##W(d)) - signs##W(d));                                                         \
+            int high = HIGHEST;                                                                                        \
+            int length = (high > steps ? high : steps) - steps;                                                        \
+            int place = (int8_t)(uint8_t)((int)(b >> shift) - low);                                                    \
+            place = place < -8 ? -8 : place > top ? top : place;                                                       \
+            marks[i] = (uint16_t)((place + 8) << 8 |                                                                   \
+                                  (int)((((REST)length << steps) + ((REST)u >> length)) << 1 | (REST)(d >> (W - 1)))); \
+            lengths[i] = (REST)length;                                                                                 \
+            rest[i] = (REST)u & (((REST)1 << length) - 1);                                                             \
+        }                                                                                                              \
+    }                                                                                                                  \
+    INLINE void declassify##W(const uint8_t *restrict classes, const REST *restrict rest, const uint8_t *base,         \
+                              int transform, Py_ssize_t n, uint8_t *out) {                                             \
+        const int steps = steps_of(W / 8);                                                                             \
+        for (Py_ssize_t i = 0; i < n; i++) {                                                                           \
+            REST code = classes[i] >> 1, over = code >> steps;                                                         \
+            REST length = over > 1 ? over - 1 : 0;                                                                     \
+            u##W u = (u##W)(((code - (length << steps)) << length) | rest[i]);                                         \
+            u##W sign = (u##W)(0 - (u##W)(classes[i] & 1)), b = load##W(base, i);                                      \
+            u##W d = (u##W)((u##W)(u ^ sign) - sign);                                                                  \
+            store##W(out, i, transform == FLOAT_CLASSES ? ordered##W((u##W)(ordered##W(b) + d)) : (u##W)(b + d));      \
+        }                                                                                                              \
+    }                                                                                                                  \
+    INLINE void contexts##W(const uint8_t *base, Py_ssize_t n, const Setting *set, uint8_t *restrict contexts) {       \
+        const int8_t top = (int8_t)(set->contexts - 9);                                                                \
+        const uint8_t low = (uint8_t)(set->low + 8);                                                                   \
+        for (Py_ssize_t i = 0; i < n; i++) {                                                                           \
+            int8_t place = (int8_t)(uint8_t)((uint8_t)(load##W(base, i) >> set->shift) - low);                         \
+            place = place < -8 ? -8 : place;                                                                           \
+            place = place > top ? top : place;                                                                         \
+            contexts[i] = (uint8_t)(place + 8);                                                                        \
+        }                                                                                                              \
+    }
+DEFINE_CLASSES(8, uint32_t, highest32(u))
+DEFINE_CLASSES(16, uint32_t, highest32(u))
+DEFINE_CLASSES(32, uint32_t, highest32(u))
+DEFINE_CLASSES(64, uint64_t, u ? 63 - __builtin_clzll(u) : 0)
+
+/* Bits below the classes, from the lowest of the first byte on. */
+typedef struct {
+    uint8_t *to;
+    uint64_t word;
+    unsigned have;
+} BitsOut;
+
+INLINE void put_bits(BitsOut *out, uint64_t bits, unsigned length) {
+    out->word |= bits << out->have;
+    out->have += length;
+    memcpy(out->to, &out->word, 8);
+    out->to += out->have >> 3;
+    out->word >>= out->have & 56;
+    out->have &= 7;
+}
+
+/* Two neighbours of at most 29 bits are put together first. */
+INLINE void put_pairs(BitsOut *out, uint32_t *rest, uint32_t *lengths, Py_ssize_t n) {
+    uint64_t bits[TILE / 2], sums[TILE / 2];
+    const Py_ssize_t pairs = (n + 1) / 2;
+    rest[n] = 0;
+    lengths[n] = 0;
+    for (Py_ssize_t i = 0; i < pairs; i++) {
+        uint64_t both, length;
+        memcpy(&both, rest + 2 * i, 8);
+        memcpy(&length, lengths + 2 * i, 8);
+        bits[i] = (both & UINT32_MAX) | both >> 32 << (length & 63);
+        sums[i] = (length & 63) + (length >> 32);
+    }
+    uint64_t word = out->word;
+    unsigned have = out->have;
+    uint8_t *to = out->to;
+    for (Py_ssize_t i = 0; i < pairs; i++) {
+        uint64_t over = bits[i] >> 1 >> (63 - have);
+        word |= bits[i] << have;
+        memcpy(to, &word, 8);
+        have += (unsigned)sums[i];
+        to += have >> 6 << 3;
+        word = have >> 6 ? over : word;
+        have &= 63;
+    }
+    memcpy(to, &word, 8);
+    out->to = to + (have >> 3);
+    out->word = word >> (have & 56);
+    out->have = have & 7;
+}
+
+/* Classes, contexts and bits of `new` beside `base`: counts[context][class] go up, `marks` gets context << 8 | class. The
+ * number of bits is returned. `bits` has room for all of the numbers and 16 bytes more. */
+INLINE uint64_t classify_some(const uint8_t *new, const uint8_t *base, const Setting *set, Py_ssize_t n,
+                              uint32_t *counts, uint16_t *marks, uint8_t *bits) {
+    union {
+        uint32_t narrow[TILE + 1];
+        uint64_t wide[TILE];
+    } rest, lengths;
+    uint32_t room[CONTEXTS_MAX * CLASSES], *again = counts;
+    BitsOut out = {bits, 0, 0};
+    const int item = set->item;
+    if (n > TILE) { /* equal neighbours need not wait for each other */
+        again = room;
+        memset(room, 0, sizeof room);
+    }
+    for (Py_ssize_t at = 0; at < n; at += TILE) {
+        Py_ssize_t some = n - at < TILE ? n - at : TILE, i = 0;
+        const uint8_t *mine = new + at * item, *other = base + at * item;
+        if (item == 8)
+            classify64(mine, other, set, set->transform, some, marks + at, lengths.wide, rest.wide);
+        else if (item == 4 && set->transform == FLOAT_CLASSES)
+            classify32(mine, other, set, FLOAT_CLASSES, some, marks + at, lengths.narrow, rest.narrow);
+        else if (item == 4)
+            classify32(mine, other, set, INT_CLASSES, some, marks + at, lengths.narrow, rest.narrow);
+        else if (item == 2 && set->transform == FLOAT_CLASSES)
+            classify16(mine, other, set, FLOAT_CLASSES, some, marks + at, lengths.narrow, rest.narrow);
+        else if (item == 2)
+            classify16(mine, other, set, INT_CLASSES, some, marks + at, lengths.narrow, rest.narrow);
+        else
+            classify8(mine, other, set, set->transform, some, marks + at, lengths.narrow, rest.narrow);
+        for (i = 0; i + 2 <= some; i += 2) {
+            counts[marks[at + i]]++;
+            again[marks[at + i + 1]]++;
+        }
+        if (i < some)
+            counts[marks[at + i]]++;
+        for (i = 0; item == 8 && i < some; i++) {
+            unsigned length = (unsigned)lengths.wide[i], low = length < 32 ? length : 32;
+            put_bits(&out, rest.wide[i] & ~(~(uint64_t)0 << low), low);
+            put_bits(&out, rest.wide[i] >> 16 >> 16, length - low);
+        }
+        if (item < 8)
+            put_pairs(&out, rest.narrow, lengths.narrow, some);
+    }
+    for (int i = 0; again != counts && i < set->contexts * CLASSES; i++)
+        counts[i] += again[i];
+    return (uint64_t)(out.to - bits) * 8 + out.have;
+}
+
+static uint64_t classify_any(const uint8_t *new, const uint8_t *base, const Setting *set, Py_ssize_t n, uint32_t *counts,
+                             uint16_t *marks, uint8_t *bits) {
+    return classify_some(new, base, set, n, counts, marks, bits);
+}
+
+#ifdef FAST
+FAST static uint64_t classify_fast(const uint8_t *new, const uint8_t *base, const Setting *set, Py_ssize_t n,
+                                   uint32_t *counts, uint16_t *marks, uint8_t *bits) {
+    return classify_some(new, base, set, n, counts, marks, bits);
+}
+#else
+#define is_fast 0
+#define classify_fast classify_any
+#endif
+
+#ifdef WIDEST
+WIDEST static uint64_t classify_widest(const uint8_t *new, const uint8_t *base, const Setting *set, Py_ssize_t n,
+                                       uint32_t *counts, uint16_t *marks, uint8_t *bits) {
+    return classify_some(new, base, set, n, counts, marks, bits);
+}
+#else
+#define is_widest 0
+#define classify_widest classify_fast
+#endif
+
+/* Of each context: counts as weights of one byte (0: never), which are classes of sixteen bits. */
+static void weights_all(const uint32_t *counts, int contexts, uint8_t *weights) {
+    for (int context = 0; context < contexts; context++, counts += CLASSES, weights += CLASSES) {
+        uint64_t sum = 0;
+        for (int i = 0; i < CLASSES; i++)
+            sum += counts[i];
+        for (int i = 0; i < CLASSES; i++) {
+            uint32_t share = counts[i] ? (uint32_t)(((uint64_t)counts[i] << 16) / sum) : 0;
+            share += counts[i] && !share;
+            int high = share ? 31 - __builtin_clz(share) : 0, length = high > 2 ? high - 2 : 0;
+            weights[i] = (uint8_t)((length << 2) + (int)(share >> length));
+        }
+    }
+}
+
+/* Of each context: frequencies that sum up to SCALE, or none at all. */
+static void frequencies_all(const uint8_t *weights, int contexts, uint16_t *frequencies) {
+    for (int context = 0; context < contexts; context++, weights += CLASSES, frequencies += CLASSES) {
+        uint64_t shares[CLASSES], sum = 0;
+        uint32_t used = 0, given = 0;
+        int most = 0;
+        for (int i = 0; i < CLASSES; i++) {
+            int over = (weights[i] & 63) >> 2, length = over > 1 ? over - 1 : 0;
+            shares[i] = ((uint64_t)((weights[i] & 63) - (length << 2)) << length) + ((1u << length) >> 1);
+            sum += shares[i];
+            used += shares[i] != 0;
+        }
+        for (int i = 0; i < CLASSES; i++) {
+            uint32_t part = shares[i] ? (uint32_t)(shares[i] * (SCALE - used) / sum) : 0;
+            frequencies[i] = (uint16_t)(shares[i] && !part ? 1 : part);
+            given += frequencies[i];
+            if (frequencies[i] > frequencies[most])
+                most = i;
+        }
+        if (used)
+            frequencies[most] = (uint16_t)(frequencies[most] + (SCALE - given));
+    }
+}
+
+/* By mark: frequency, never zero, and, above its 16 bits, the first slot. */
+static void steps_all(const uint16_t *frequencies, int contexts, uint32_t *steps) {
+    for (int context = 0; context < contexts; context++) {
+        uint32_t start = 0;
+        for (int i = 0; i < CLASSES; i++, start += *frequencies++)
+            *steps++ = (*frequencies ? *frequencies : 1) | start << 16;
+    }
+}
+
+#ifdef FAST
+static uint64_t PLACES[256]; /* by the set of lanes that need a word: which of the next ones each gets */
+static uint64_t LEAVERS[256]; /* by the set of lanes that leave a word: these in order, as the last of eight */
+
+static void fill_tables(void) {
+    for (int set = 0; set < 256; set++) {
+        int left = 8 - __builtin_popcount(set);
+        for (int lane = 0; lane < 8; lane++) {
+            PLACES[set] |= (uint64_t)__builtin_popcount(set & ((1 << lane) - 1)) << 8 * lane;
+            if (set >> lane & 1)
+                LEAVERS[set] |= (uint64_t)lane << 8 * left++;
+        }
+    }
+}
+
+/* One whole row, as below; there is room for eight words that are none. */
+FAST static uint16_t *encode_row_eight(const uint16_t *marks, int lanes, const uint32_t *steps, uint16_t *to,
+                                       uint32_t *states) {
+    const __m256i low = _mm256_set1_epi32(0xffff), scale = _mm256_set1_epi32(SCALE);
+    for (int lane = lanes - 8; lane >= 0; lane -= 8) {
+        __m256i state = _mm256_loadu_si256((const __m256i *)(states + lane));
+        __m256i mark = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(marks + lane)));
+        __m256i step = _mm256_i32gather_epi32((const int *)steps, mark, 4);
+        __m256i frequency = _mm256_and_si256(step, low);
+        __m256i stays = _mm256_cmpgt_epi32(frequency, _mm256_srli_epi32(state, 19));
+        int set = 255 & ~_mm256_movemask_ps(_mm256_castsi256_ps(stays));
+        __m256i leavers = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)LEAVERS[set]));
+        __m256i words = _mm256_permutevar8x32_epi32(_mm256_and_si256(state, low), leavers);
+        words = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08);
+        _mm_storeu_si128((__m128i *)(to - 8), _mm256_castsi256_si128(words));
+        to -= __builtin_popcount(set);
+        state = _mm256_blendv_epi8(_mm256_srli_epi32(state, 16), state, stays);
+        /* States have 31 bits, frequencies 13: as floats of 53 bits their quotient has the right whole part. */
+        __m128i first = _mm256_cvttpd_epi32(_mm256_div_pd(_mm256_cvtepi32_pd(_mm256_castsi256_si128(state)),
+                                                          _mm256_cvtepi32_pd(_mm256_castsi256_si128(frequency))));
+        __m128i last = _mm256_cvttpd_epi32(_mm256_div_pd(_mm256_cvtepi32_pd(_mm256_extracti128_si256(state, 1)),
+                                                         _mm256_cvtepi32_pd(_mm256_extracti128_si256(frequency, 1))));
+        __m256i times = _mm256_inserti128_si256(_mm256_castsi128_si256(first), last, 1);
+        times = _mm256_mullo_epi32(times, _mm256_sub_epi32(scale, frequency));
+        state = _mm256_add_epi32(_mm256_add_epi32(state, _mm256_srli_epi32(step, 16)), times);
+        _mm256_storeu_si256((__m256i *)(states + lane), state);
+    }
+    return to;
+}
+#endif
+
+/* The marks, from the last to the first, as words, which are written from the room's end on; how many. `states` has one
+ * for each lane. */
+INLINE Py_ssize_t encode_some(const uint16_t *marks, Py_ssize_t n, int lanes, const uint32_t *steps, uint16_t *room,
+                              uint32_t *states, int fast) {
+    uint16_t *to = room + n;
+    for (int lane = 0; lane < lanes; lane++)
+        states[lane] = STATE_LOW;
+    Py_ssize_t row = n > 0 ? (n - 1) / lanes * lanes : 0;
+    for (Py_ssize_t end = n; end > 0; end = row, row -= lanes) {
+#ifdef FAST
+        if (fast && end - row == lanes) {
+            to = encode_row_eight(marks + row, lanes, steps, to, states);
+            continue;
+        }
+#endif
+        for (Py_ssize_t i = end - 1; i >= row; i--) {
+            uint32_t state = states[i - row], step = steps[marks[i]], frequency = step & 0xffff;
+            if (state >> 19 >= frequency) {
+                *--to = (uint16_t)state;
+                state >>= 16;
+            }
+            states[i - row] = state + (step >> 16) + state / frequency * (SCALE - frequency);
+        }
+    }
+    return room + n - to;
+}
+
+static Py_ssize_t encode_any(const uint16_t *marks, Py_ssize_t n, int lanes, const uint32_t *steps, uint16_t *room,
+                             uint32_t *states) {
+    return encode_some(marks, n, lanes, steps, room, states, 0);
+}
+
+#ifdef FAST
+FAST static Py_ssize_t encode_fast(const uint16_t *marks, Py_ssize_t n, int lanes, const uint32_t *steps,
+                                   uint16_t *room, uint32_t *states) {
+    return encode_some(marks, n, lanes, steps, room, states, 1);
+}
+#else
+#define encode_fast encode_any
+#endif
+
+/* By context and slot: class, frequency less one (12 bits), slot less the class's first one (12 bits). */
+static void slots_all(const uint16_t *frequencies, int contexts, uint32_t *slots) {
+    for (int context = 0; context < contexts; context++, frequencies += CLASSES) {
+        uint32_t *to = slots + (Py_ssize_t)context * SCALE, *end = to + SCALE;
+        for (uint32_t class = 0; class < CLASSES; class++) {
+            uint32_t head = class | (frequencies[class] - 1u) << 8;
+            for (uint32_t i = 0; i < frequencies[class]; i++)
+                to[i] = head | i << 20;
+            to += frequencies[class];
+        }
+        memset(to, 0, (size_t)(end - to) * sizeof *to);
+    }
+}
+
+/* What is being decoded: words and bits that are left. */
+typedef struct {
+    const uint8_t *words, *words_end, *bits;
+    uint64_t bit, bits_end;
+} Streams;
+
+INLINE uint32_t decode_one(uint32_t *state, const uint32_t *slots, uint8_t *class) {
+    uint32_t slot = slots[*state & (SCALE - 1)];
+    *class = (uint8_t)slot;
+    *state = ((slot >> 8 & (SCALE - 1)) + 1) * (*state >> SCALE_BITS) + (slot >> 20);
+    return *state < STATE_LOW;
+}
+
+/* One row of lanes, or the beginning of one. Whether there were words enough. */
+static int decode_row(Streams *from, const uint8_t *contexts, Py_ssize_t n, const uint32_t *slots, uint32_t *states,
+                      uint8_t *classes) {
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (!decode_one(&states[i], slots + (uint32_t)contexts[i] * SCALE, &classes[i]))
+            continue;
+        if (from->words == from->words_end)
+            return 0;
+        states[i] = states[i] << 16 | load16(from->words, 0);
+        from->words += 2;
+    }
+    return 1;
+}
+
+#ifdef FAST
+/* As above, of a whole row of lanes, a multiple of eight, with as many words and eight more to be read. */
+FAST static void decode_row_eight(Streams *from, const uint8_t *contexts, int lanes, const uint32_t *slots,
+                                  uint32_t *states, uint8_t *classes) {
+    const __m256i low = _mm256_set1_epi32(SCALE - 1), one = _mm256_set1_epi32(1);
+    const __m256i bytes = _mm256_set1_epi32(0x0c080400);
+    const uint8_t *words = from->words;
+    for (int lane = 0; lane < lanes; lane += 8) {
+        __m256i state = _mm256_loadu_si256((const __m256i *)(states + lane));
+        __m256i context = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(contexts + lane)));
+        __m256i at = _mm256_or_si256(_mm256_slli_epi32(context, SCALE_BITS), _mm256_and_si256(state, low));
+        __m256i slot = _mm256_i32gather_epi32((const int *)slots, at, 4);
+        __m256i frequency = _mm256_add_epi32(_mm256_and_si256(_mm256_srli_epi32(slot, 8), low), one);
+        state = _mm256_add_epi32(_mm256_mullo_epi32(frequency, _mm256_srli_epi32(state, SCALE_BITS)),
+                                 _mm256_srli_epi32(slot, 20));
+        __m256i needs = _mm256_cmpeq_epi32(_mm256_srli_epi32(state, 15), _mm256_setzero_si256());
+        int set = _mm256_movemask_ps(_mm256_castsi256_ps(needs));
+        __m256i next = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)words));
+        __m256i places = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)PLACES[set]));
+        next = _mm256_or_si256(_mm256_slli_epi32(state, 16), _mm256_permutevar8x32_epi32(next, places));
+        _mm256_storeu_si256((__m256i *)(states + lane), _mm256_blendv_epi8(state, next, needs));
+        words += 2 * __builtin_popcount(set);
+        slot = _mm256_shuffle_epi8(slot, bytes);
+        uint32_t halves[2] = {(uint32_t)_mm256_extract_epi32(slot, 0), (uint32_t)_mm256_extract_epi32(slot, 4)};
+        memcpy(classes + lane, halves, 8);
+    }
+    from->words = words;
+}
+#endif
+
+INLINE uint64_t take_bits(Streams *from, unsigned length) {
+    uint64_t window = 0;
+    Py_ssize_t at = (Py_ssize_t)(from->bit >> 3), left = (Py_ssize_t)(from->bits_end >> 3) - at;
+    if (left >= 8)
+        memcpy(&window, from->bits + at, 8);
+    else if (left > 0)
+        memcpy(&window, from->bits + at, (size_t)left);
+    window >>= from->bit & 7;
+    from->bit += length;
+    return window & (((uint64_t)1 << length) - 1);
+}
+
+INLINE unsigned length_of(uint8_t class, int steps) {
+    unsigned over = (unsigned)class >> 1 >> steps;
+    return over > 1 ? over - 1 : 0;
+}
+
+/* Whether streams are exactly those of as many numbers as `out` holds. */
+INLINE int declassify_some(Streams *from, const uint8_t *base, const Setting *set, int lanes, const uint32_t *slots,
+                           uint32_t *states, Py_ssize_t n, uint8_t *out) {
+    uint8_t classes[TILE], contexts[TILE];
+    union {
+        uint32_t narrow[TILE];
+        uint64_t wide[TILE];
+    } rest;
+    const int item = set->item, steps = steps_of(item);
+    for (Py_ssize_t at = 0; at < n; at += TILE) {
+        Py_ssize_t some = n - at < TILE ? n - at : TILE;
+        const uint8_t *other = base + at * item;
+        OF(item, contexts, other, some, set, contexts);
+        for (Py_ssize_t row = 0; row < some; row += lanes) {
+            int whole = some - row >= lanes;
+#ifdef FAST
+            if (is_fast && whole && from->words_end - from->words >= 2 * lanes + 16) {
+                decode_row_eight(from, contexts + row, lanes, slots, states, classes + row);
+                continue;
+            }
+#endif
+            if (!decode_row(from, contexts + row, whole ? lanes : some - row, slots, states, classes + row))
+                return 0;
+        }
+        if (item == 8) {
+            for (Py_ssize_t i = 0; i < some; i++) {
+                unsigned length = length_of(classes[i], steps), low = length < 32 ? length : 32;
+                rest.wide[i] = take_bits(from, low);
+                rest.wide[i] |= take_bits(from, length - low) << low;
+            }
+            declassify64(classes, rest.wide, other, set->transform, some, out + at * item);
+            continue;
+        }
+        uint8_t lengths[TILE];
+        uint32_t needed = 64; /* a window of so many bits is read for each */
+        for (Py_ssize_t i = 0; i < some; i++)
+            needed += lengths[i] = (uint8_t)length_of(classes[i], steps);
+        if (from->bit + needed <= from->bits_end) {
+            const uint8_t *bits = from->bits;
+            uint64_t bit = from->bit;
+            for (Py_ssize_t i = 0; i < some; i++) {
+                uint64_t window;
+                memcpy(&window, bits + (bit >> 3), 8);
+                rest.narrow[i] = (uint32_t)(window >> (bit & 7)) & (((uint32_t)1 << lengths[i]) - 1);
+                bit += lengths[i];
+            }
+            from->bit = bit;
+        } else {
+            for (Py_ssize_t i = 0; i < some; i++)
+                rest.narrow[i] = (uint32_t)take_bits(from, lengths[i]);
+        }
+        if (item == 4 && set->transform == FLOAT_CLASSES)
+            declassify32(classes, rest.narrow, other, FLOAT_CLASSES, some, out + at * item);
+        else if (item == 4)
+            declassify32(classes, rest.narrow, other, INT_CLASSES, some, out + at * item);
+        else if (item == 2)
+            declassify16(classes, rest.narrow, other, set->transform, some, out + at * item);
+        else
+            declassify8(classes, rest.narrow, other, set->transform, some, out + at * item);
+    }
+    int good = from->words == from->words_end && from->bit <= from->bits_end && from->bits_end - from->bit < 8;
+    for (int lane = 0; lane < lanes; lane++)
+        good &= states[lane] == STATE_LOW;
+    return good;
+}
+
+static int declassify_any(Streams *from, const uint8_t *base, const Setting *set, int lanes, const uint32_t *slots,
+                          uint32_t *states, Py_ssize_t n, uint8_t *out) {
+    return declassify_some(from, base, set, lanes, slots, states, n, out);
+}
+
+#ifdef FAST
+FAST static int declassify_fast(Streams *from, const uint8_t *base, const Setting *set, int lanes, const uint32_t *slots,
+                                uint32_t *states, Py_ssize_t n, uint8_t *out) {
+    return declassify_some(from, base, set, lanes, slots, states, n, out);
+}
+#else
+#define declassify_fast declassify_any
+#endif
 
 static int is_item(int item) { return item == 1 || item == 2 || item == 4 || item == 8; }
 
@@ -389,6 +903,101 @@ static PyObject *fill(PyObject *self, PyObject *args) {
     return PyBool_FromLong(good);
 }
 
+/* Where items differ: a bit for each, from the lowest of the first byte on; how many do. */
+#define DEFINE_ITEMS(W)                                                                                                \
+    INLINE Py_ssize_t changed##W(const uint8_t *new, const uint8_t *base, Py_ssize_t n, uint8_t *restrict map) {       \
+        Py_ssize_t count = 0, at = 0;                                                                                  \
+        for (; at + 8 <= n; at += 8) {                                                                                 \
+            unsigned bits = 0;                                                                                         \
+            if (memcmp(new + at *(W / 8), base + at *(W / 8), W) != 0)                                                 \
+                for (int i = 0; i < 8; i++)                                                                            \
+                    bits |= (unsigned)(load##W(new, at + i) != load##W(base, at + i)) << i;                            \
+            map[at / 8] = (uint8_t)bits;                                                                               \
+            count += __builtin_popcount(bits);                                                                         \
+        }                                                                                                              \
+        if (at < n)                                                                                                    \
+            map[at / 8] = 0;                                                                                           \
+        for (; at < n; at++) {                                                                                         \
+            unsigned bit = load##W(new, at) != load##W(base, at);                                                      \
+            map[at / 8] |= (uint8_t)(bit << at % 8);                                                                   \
+            count += bit;                                                                                              \
+        }                                                                                                              \
+        return count;                                                                                                  \
+    }                                                                                                                  \
+    INLINE Py_ssize_t pick##W(const uint8_t *data, const uint8_t *map, Py_ssize_t n, uint8_t *restrict out,            \
+                              Py_ssize_t room) {                                                                       \
+        Py_ssize_t count = 0;                                                                                          \
+        for (Py_ssize_t at = 0; at < n; at += 64) {                                                                    \
+            uint64_t bits = bits_at(map, at, n);                                                                       \
+            if (__builtin_popcountll(bits) > room - count)                                                             \
+                return -1;                                                                                             \
+            for (; bits; bits &= bits - 1)                                                                             \
+                store##W(out, count++, load##W(data, at + __builtin_ctzll(bits)));                                     \
+        }                                                                                                              \
+        return count;                                                                                                  \
+    }                                                                                                                  \
+    INLINE Py_ssize_t place##W(const uint8_t *items, const uint8_t *map, Py_ssize_t n, uint8_t *restrict out,          \
+                               Py_ssize_t have) {                                                                      \
+        Py_ssize_t count = 0;                                                                                          \
+        for (Py_ssize_t at = 0; at < n; at += 64) {                                                                    \
+            uint64_t bits = bits_at(map, at, n);                                                                       \
+            if (__builtin_popcountll(bits) > have - count)                                                             \
+                return -1;                                                                                             \
+            for (; bits; bits &= bits - 1)                                                                             \
+                store##W(out, at + __builtin_ctzll(bits), load##W(items, count++));                                    \
+        }                                                                                                              \
+        return count;                                                                                                  \
+    }
+DEFINE_ITEMS(8)
+DEFINE_ITEMS(16)
+DEFINE_ITEMS(32)
+DEFINE_ITEMS(64)
+
+static PyObject *changed(PyObject *self, PyObject *args) {
+    Py_buffer new = {0}, base = {0}, map = {0};
+    Py_ssize_t count = -1;
+    int item;
+    if (!PyArg_ParseTuple(args, "y*y*iw*", &new, &base, &item, &map))
+        return NULL;
+    if (is_item(item) && new.len % item == 0 && base.len == new.len && map.len == (new.len / item + 7) / 8) {
+        Py_BEGIN_ALLOW_THREADS
+        count = OF(item, changed, new.buf, base.buf, new.len / item, map.buf);
+        Py_END_ALLOW_THREADS
+    } else {
+        PyErr_SetString(PyExc_ValueError, "room of another size");
+    }
+    PyBuffer_Release(&new);
+    PyBuffer_Release(&base);
+    PyBuffer_Release(&map);
+    return count < 0 ? NULL : PyLong_FromSsize_t(count);
+}
+
+/* Both ways between all items and those that a map has: whether there are as many as bits are set. */
+static PyObject *between(PyObject *args, int placing) {
+    Py_buffer from = {0}, map = {0}, to = {0};
+    int item, good;
+    if (!PyArg_ParseTuple(args, "y*y*iw*", &from, &map, &item, &to))
+        return NULL;
+    const Py_buffer *all = placing ? &to : &from, *some = placing ? &from : &to;
+    good = is_item(item) && all->len % item == 0 && some->len % item == 0 && map.len == (all->len / item + 7) / 8;
+    if (good) {
+        Py_ssize_t n = all->len / item, m = some->len / item, count;
+        Py_BEGIN_ALLOW_THREADS
+        count = placing ? OF(item, place, from.buf, map.buf, n, to.buf, m)
+                        : OF(item, pick, from.buf, map.buf, n, to.buf, m);
+        Py_END_ALLOW_THREADS
+        good = count == m;
+    }
+    PyBuffer_Release(&from);
+    PyBuffer_Release(&map);
+    PyBuffer_Release(&to);
+    return PyBool_FromLong(good);
+}
+
+static PyObject *pick(PyObject *self, PyObject *args) { return between(args, 0); }
+
+static PyObject *place(PyObject *self, PyObject *args) { return between(args, 1); }
+
 static PyObject *weigh(PyObject *self, PyObject *args) {
     Py_buffer planes = {0}, weights = {0};
     PyObject *found = NULL;
@@ -423,12 +1032,238 @@ static PyObject *weigh(PyObject *self, PyObject *args) {
     return found;
 }
 
+static int is_setting(const Setting *set) {
+    return is_item(set->item) && (set->transform == FLOAT_CLASSES || set->transform == INT_CLASSES) &&
+           set->shift >= 0 && set->shift < 8 * set->item && set->low >= 0 && set->low < 256 && set->contexts > 0 &&
+           set->contexts <= CONTEXTS_MAX;
+}
+
+static int is_lanes(int lanes) { return lanes >= 8 && lanes <= LANES_MAX && (lanes & (lanes - 1)) == 0; }
+
+static PyObject *classify(PyObject *self, PyObject *args) {
+    Py_buffer new = {0}, base = {0}, counts = {0}, marks = {0}, bits = {0};
+    Setting set;
+    uint64_t found = 0;
+    int good;
+    if (!PyArg_ParseTuple(args, "y*y*iiiiiw*w*w*", &new, &base, &set.transform, &set.item, &set.shift, &set.low,
+                          &set.contexts, &counts, &marks, &bits))
+        return NULL;
+    good = is_setting(&set) && new.len % set.item == 0 && base.len == new.len &&
+           counts.len == set.contexts * CLASSES * 4 && marks.len == new.len / set.item * 2 && bits.len == new.len + 16;
+    if (good) {
+        Py_BEGIN_ALLOW_THREADS
+        memset(counts.buf, 0, (size_t)counts.len);
+        found = (is_widest ? classify_widest : is_fast ? classify_fast : classify_any)(
+            new.buf, base.buf, &set, new.len / set.item, counts.buf, marks.buf, bits.buf);
+        Py_END_ALLOW_THREADS
+    } else {
+        PyErr_SetString(PyExc_ValueError, "sizes, item and transform do not fit");
+    }
+    PyBuffer_Release(&new);
+    PyBuffer_Release(&base);
+    PyBuffer_Release(&counts);
+    PyBuffer_Release(&marks);
+    PyBuffer_Release(&bits);
+    return good ? PyLong_FromUnsignedLongLong(found) : NULL;
+}
+
+static PyObject *weights(PyObject *self, PyObject *args) {
+    Py_buffer counts = {0}, out = {0};
+    int good;
+    if (!PyArg_ParseTuple(args, "y*w*", &counts, &out))
+        return NULL;
+    good = out.len % CLASSES == 0 && out.len > 0 && counts.len == 4 * out.len;
+    if (good)
+        weights_all(counts.buf, (int)(out.len / CLASSES), out.buf);
+    else
+        PyErr_SetString(PyExc_ValueError, "room of another size");
+    PyBuffer_Release(&counts);
+    PyBuffer_Release(&out);
+    if (!good)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *frequencies(PyObject *self, PyObject *args) {
+    Py_buffer weights = {0}, out = {0};
+    int good;
+    if (!PyArg_ParseTuple(args, "y*w*", &weights, &out))
+        return NULL;
+    good = weights.len % CLASSES == 0 && out.len == 2 * weights.len;
+    if (good)
+        frequencies_all(weights.buf, (int)(weights.len / CLASSES), out.buf);
+    else
+        PyErr_SetString(PyExc_ValueError, "room of another size");
+    PyBuffer_Release(&weights);
+    PyBuffer_Release(&out);
+    if (!good)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* Whether the frequencies of each context sum up to SCALE, or are none. */
+static int are_frequencies(const Py_buffer *given) {
+    const uint16_t *of = given->buf;
+    if (given->len <= 0 || given->len % (2 * CLASSES) || given->len / (2 * CLASSES) > CONTEXTS_MAX)
+        return 0;
+    for (Py_ssize_t at = 0; at < given->len / 2; at += CLASSES) {
+        uint32_t sum = 0;
+        for (int i = 0; i < CLASSES; i++)
+            sum += of[at + i];
+        if (sum != 0 && sum != SCALE)
+            return 0;
+    }
+    return 1;
+}
+
+/* The lowest of as many neighbouring keys as there are contexts that have the most items. */
+static PyObject *window(PyObject *self, PyObject *args) {
+    Py_buffer base = {0};
+    int item, shift, low = 0;
+    if (!PyArg_ParseTuple(args, "y*ii", &base, &item, &shift))
+        return NULL;
+    int good = is_item(item) && shift >= 0 && shift < 8 * item && base.len % item == 0;
+    if (good) {
+        uint8_t keys[TILE];
+        Setting set = {item, 0, shift, 0, 0};
+        Py_ssize_t counts[256] = {0}, have = 0, most = -1;
+        for (Py_ssize_t at = 0; at < base.len / item; at += TILE) {
+            Py_ssize_t some = base.len / item - at < TILE ? base.len / item - at : TILE;
+            OF(item, bytes_at, (const uint8_t *)base.buf + at * item, some, set.shift, keys);
+            for (Py_ssize_t i = 0; i < some; i++)
+                counts[keys[i]]++;
+        }
+        for (int key = 0; key < 256; key++) {
+            have += counts[key] - (key < CONTEXTS_MAX ? 0 : counts[key - CONTEXTS_MAX]);
+            if (have > most) {
+                most = have;
+                low = key < CONTEXTS_MAX ? 0 : key - CONTEXTS_MAX + 1;
+            }
+        }
+    } else {
+        PyErr_SetString(PyExc_ValueError, "sizes and item do not fit");
+    }
+    PyBuffer_Release(&base);
+    return good ? PyLong_FromLong(low) : NULL;
+}
+
+/* Of counts by context: the weights of the contexts' sums less those of the counts; how many counts, and contexts, are
+ * not zero. */
+static PyObject *open_bits(PyObject *self, PyObject *args) {
+    Py_buffer counts = {0}, weights = {0};
+    if (!PyArg_ParseTuple(args, "y*y*", &counts, &weights))
+        return NULL;
+    long long sum = 0;
+    int values = 0, contexts = 0, good = counts.len % (4 * CLASSES) == 0;
+    const uint32_t *count = counts.buf;
+    uint64_t most = (uint64_t)weights.len / 8;
+    for (Py_ssize_t at = 0; good && at < counts.len / 4; at += CLASSES) {
+        uint64_t all = 0;
+        for (int i = 0; i < CLASSES; i++)
+            all += count[at + i];
+        good = all < most;
+        contexts += all != 0;
+        for (int i = 0; good && all != 0 && i < CLASSES; i++) {
+            sum -= (long long)load64(weights.buf, count[at + i]);
+            values += count[at + i] != 0;
+        }
+        if (good)
+            sum += (long long)load64(weights.buf, (Py_ssize_t)all);
+    }
+    PyBuffer_Release(&counts);
+    PyBuffer_Release(&weights);
+    if (!good)
+        PyErr_SetString(PyExc_ValueError, "weights for other counts");
+    return good ? Py_BuildValue("(Lii)", sum, values, contexts) : NULL;
+}
+
+static PyObject *encode(PyObject *self, PyObject *args) {
+    Py_buffer marks = {0}, of = {0}, room = {0}, states = {0};
+    Py_ssize_t found = 0;
+    int lanes, good;
+    if (!PyArg_ParseTuple(args, "y*iy*w*w*", &marks, &lanes, &of, &room, &states))
+        return NULL;
+    good = is_lanes(lanes) && are_frequencies(&of) && marks.len % 2 == 0 && room.len == marks.len &&
+           states.len == 4 * lanes;
+    uint32_t *steps = good ? PyMem_RawCalloc(CONTEXTS_MAX * CLASSES, sizeof *steps) : NULL;
+    if (good && steps == NULL)
+        PyErr_NoMemory();
+    else if (!good)
+        PyErr_SetString(PyExc_ValueError, "marks, lanes, frequencies and room do not fit");
+    good = good && steps != NULL;
+    if (good) {
+        const uint16_t *mark = marks.buf;
+        Py_ssize_t n = marks.len / 2;
+        Py_BEGIN_ALLOW_THREADS
+        steps_all(of.buf, (int)(of.len / (2 * CLASSES)), steps);
+        unsigned any = 0;
+        for (Py_ssize_t i = 0; i < n; i++)
+            any |= mark[i];
+        good = any < CONTEXTS_MAX * CLASSES;
+        if (good)
+            found = (is_fast ? encode_fast : encode_any)(mark, n, lanes, steps, room.buf, states.buf);
+        Py_END_ALLOW_THREADS
+        if (!good)
+            PyErr_SetString(PyExc_ValueError, "no such context");
+    }
+    PyMem_RawFree(steps);
+    PyBuffer_Release(&marks);
+    PyBuffer_Release(&of);
+    PyBuffer_Release(&room);
+    PyBuffer_Release(&states);
+    return good ? PyLong_FromSsize_t(found) : NULL;
+}
+
+static PyObject *declassify(PyObject *self, PyObject *args) {
+    Py_buffer words = {0}, bits = {0}, of = {0}, base = {0}, slots = {0}, out = {0};
+    Setting set;
+    int lanes, good, whole = 0;
+    if (!PyArg_ParseTuple(args, "y*iy*y*y*iiiiiw*w*", &words, &lanes, &bits, &of, &base, &set.transform, &set.item,
+                          &set.shift, &set.low, &set.contexts, &slots, &out))
+        return NULL;
+    good = is_lanes(lanes) && is_setting(&set) && are_frequencies(&of) && of.len == set.contexts * CLASSES * 2 &&
+           out.len % set.item == 0 && base.len == out.len && words.len >= 4 * lanes && words.len % 2 == 0 &&
+           slots.len == CONTEXTS_MAX * (Py_ssize_t)SCALE * 4;
+    if (!good) {
+        PyErr_SetString(PyExc_ValueError, "streams, frequencies and room do not fit");
+    } else {
+        uint32_t states[LANES_MAX];
+        Py_BEGIN_ALLOW_THREADS
+        memcpy(states, words.buf, 4 * (size_t)lanes);
+        Streams from = {(const uint8_t *)words.buf + 4 * lanes, (const uint8_t *)words.buf + words.len, bits.buf, 0,
+                        (uint64_t)bits.len * 8};
+        slots_all(of.buf, set.contexts, slots.buf);
+        whole = (is_fast ? declassify_fast : declassify_any)(&from, base.buf, &set, lanes, slots.buf, states, out.len / set.item,
+                                                            out.buf);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&slots);
+    PyBuffer_Release(&words);
+    PyBuffer_Release(&bits);
+    PyBuffer_Release(&of);
+    PyBuffer_Release(&base);
+    PyBuffer_Release(&out);
+    return good ? PyBool_FromLong(whole) : NULL;
+}
+
 static PyMethodDef METHODS[] = {
     {"split", split, METH_VARARGS, "split(new, base, transform, item, grouped, out): fill out with the planes"},
     {"join", join, METH_VARARGS, "join(planes, base, transform, item, grouped, out): inverse of split"},
     {"thin", thin, METH_VARARGS, "thin(plane, map, values): where bytes are not zero, and these; how many"},
     {"fill", fill, METH_VARARGS, "fill(map, values, plane): inverse of thin; False if they do not fit"},
+    {"changed", changed, METH_VARARGS, "changed(new, base, item, map): how many items differ, and which"},
+    {"pick", pick, METH_VARARGS, "pick(all, map, item, some): those of the map; False if they are not as many"},
+    {"place", place, METH_VARARGS, "place(some, map, item, all): inverse of pick, the others stay"},
     {"weigh", weigh, METH_VARARGS, "weigh(planes, rows, weights): per row, of the counts of its bytes"},
+    {"classify", classify, METH_VARARGS,
+     "classify(new, base, transform, item, shift, low, contexts, counts, marks, bits): how many bits"},
+    {"weights", weights, METH_VARARGS, "weights(counts, out): of each context"},
+    {"frequencies", frequencies, METH_VARARGS, "frequencies(weights, out): of each context"},
+    {"window", window, METH_VARARGS, "window(base, item, shift): the lowest key of the best contexts"},
+    {"open_bits", open_bits, METH_VARARGS, "open_bits(counts, weights): (sum, counts, contexts that are not zero)"},
+    {"encode", encode, METH_VARARGS, "encode(marks, lanes, frequencies, room, states): how many words"},
+    {"declassify", declassify, METH_VARARGS,
+     "declassify(words, lanes, bits, frequencies, base, transform, item, shift, low, contexts, slots, out): whether they fit"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -436,4 +1271,17 @@ static struct PyModuleDef MODULE = {
     PyModuleDef_HEAD_INIT, "_kernel", "Loops of the codec.", 0, METHODS, NULL, NULL, NULL, NULL,
 };
 
-PyMODINIT_FUNC PyInit__kernel(void) { return PyModuleDef_Init(&MODULE); }
+PyMODINIT_FUNC PyInit__kernel(void) {
+#ifdef FAST
+    __builtin_cpu_init();
+    is_fast = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
+              __builtin_cpu_supports("lzcnt") && __builtin_cpu_supports("popcnt");
+    fill_tables();
+#endif
+#ifdef WIDEST
+    is_widest = is_fast && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                __builtin_cpu_supports("avx512vl");
+#endif
+    return PyModuleDef_Init(&MODULE);
+}

@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from .constants import FLOAT_DIFFERENCE, NONE, XOR
+from .scratch import take
 
 _kernel: Any
 try:
@@ -35,7 +36,7 @@ def split(new: Bytes, base: Bytes | None, transform: int, item: int, grouped: bo
     import numpy as np
 
     if _kernel is not None:
-        planes = np.empty((item, new.size // item), np.uint8)
+        planes = take(new.size).reshape(item, -1)
         _kernel.split(new, base, transform, item, grouped, planes)
         return planes
     words: Any = new.view(f"<i{item}")
@@ -74,7 +75,7 @@ def thin(plane: Bytes) -> tuple[Bytes, Bytes]:
     import numpy as np
 
     if _kernel is not None:
-        map_, values = np.empty(-(-plane.size // 8), np.uint8), np.empty(plane.size, np.uint8)
+        map_, values = take(-(-plane.size // 8)), take(plane.size)
         return map_, values[: _kernel.thin(plane, map_, values)]
     mask = plane != 0
     return np.packbits(mask, bitorder="little"), plane[mask]
@@ -93,6 +94,40 @@ def fill(map_: Bytes, values: Bytes, count: int) -> Bytes | None:
     plane = np.zeros(count, np.uint8)
     plane[mask] = values
     return plane
+
+
+def changed(new: Bytes, base: Bytes, item: int) -> tuple[Bytes, int]:
+    """Which items are not the base's, a bit for each as in :func:`thin`, and how many."""
+    import numpy as np
+
+    if _kernel is not None:
+        map_ = take(-(-(new.size // item) // 8))
+        return map_, _kernel.changed(new, base, item, map_)
+    mask = new.view(f"<u{item}") != base.view(f"<u{item}")
+    return np.packbits(mask, bitorder="little"), int(np.count_nonzero(mask))
+
+
+def pick(data: Bytes, map_: Bytes, item: int, count: int) -> Bytes | None:
+    """The items of ``data`` whose bits are set; None if these are not ``count``."""
+    import numpy as np
+
+    if _kernel is not None:
+        some = take(count * item)
+        return some if _kernel.pick(data, map_, item, some) else None
+    words = data.view(f"<u{item}")
+    found = words[np.unpackbits(map_, count=words.size, bitorder="little").view(np.bool_)]
+    return found.view(np.uint8) if found.size == count else None
+
+
+def place(some: Bytes, map_: Bytes, item: int, out: Bytes) -> None:
+    """Inverse of :func:`pick`: what is not set stays in ``out``."""
+    import numpy as np
+
+    if _kernel is not None:
+        _kernel.place(some, map_, item, out)
+        return
+    words = out.view(f"<u{item}")
+    words[np.unpackbits(map_, count=words.size, bitorder="little").view(np.bool_)] = some.view(f"<u{item}")
 
 
 def weigh(planes: Bytes, weights: Bytes) -> list[tuple[int, int, int]]:
@@ -123,8 +158,8 @@ def _forward(new: Any, base: Any, transform: int, item: int) -> Any:
     if transform == XOR:
         return new ^ base
     if transform == FLOAT_DIFFERENCE:
-        words = _ordered(new, item)
-        words -= _ordered(base, item)
+        words = ordered(new, item)
+        words -= ordered(base, item)
     else:
         words = new - base
     sign = words >> (8 * item - 1)
@@ -146,13 +181,13 @@ def _backward(words: Any, base: Any, transform: int, item: int) -> None:
     unsigned >>= 1
     words ^= sign
     if transform == FLOAT_DIFFERENCE:
-        words += _ordered(base, item)
-        words[...] = _ordered(words, item)
+        words += ordered(base, item)
+        words[...] = ordered(words, item)
     else:
         words += base
 
 
-def _ordered(words: Any, item: int) -> Any:
+def ordered(words: Any, item: int) -> Any:
     """Signed words that are in the order of the floats whose bits ``words`` are. Its own inverse."""
     mask = words >> (8 * item - 1)
     mask &= (1 << (8 * item - 1)) - 1

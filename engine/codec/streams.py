@@ -138,16 +138,15 @@ class Cursor:
             return self._sparse(count, length)
         raise Damaged("no such stream", found=f"{mode} of {length}", expected=f"{count} bytes")
 
-    def _sparse(self, count: int, filled: int) -> Bytes:
+    def plane_bytes(self, count: int) -> Bytes:
+        """The next plane, which is not sparse, as an array in any case."""
         import numpy as np
 
-        map_ = self.plane(-(-count // 8), within=True)
-        values = self.plane(filled, within=True)
-        if isinstance(map_, int):
-            map_ = np.full(-(-count // 8), map_, np.uint8)
-        if isinstance(values, int):
-            values = np.full(filled, values, np.uint8)
-        plane = fill(map_, values, count)
+        plane = self.plane(count, within=True)
+        return np.full(count, plane, np.uint8) if isinstance(plane, int) else plane
+
+    def _sparse(self, count: int, filled: int) -> Bytes:
+        plane = fill(self.plane_bytes(-(-count // 8)), self.plane_bytes(filled), count)
         if plane is None:
             raise Damaged("map and values of a plane differ", expected=f"{filled} bits set")
         return plane

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """What this release writes."""
-READABLE_VERSIONS = (1, 2, 3, 4)
+READABLE_VERSIONS = (1, 2, 3, 4, 5)
 """What this release reads."""
 SUPPORTED_FEATURES: frozenset[str] = frozenset()
 """Required features of a run that this release understands. None is defined yet."""

@@ -23,7 +23,7 @@ from everstep.codec.segments import segments_of
 from everstep.format.constants import HASH_BYTES
 from everstep.format.entries import Layout
 from everstep.format.hashing import ChunkHasher, chunk_hashes, digest, image_root
-from everstep.format.packed import REFERENCE, WITH_BASE, encode_tail, tail_bytes
+from everstep.format.packed import PLAIN, REFERENCE, WITH_BASE, encode_tail, tail_bytes
 from everstep.format.vote import DELTA, PACKED, ImageRecord, StoredRecord
 
 from .asking import each, writing
@@ -40,8 +40,8 @@ PIECE_BYTES = 8 << 20
 
 PIECES_AHEAD = 1
 """Pieces of an image that are coded while another one is written. So an image takes two buffers of ``PIECE_BYTES`` that
-are written, and as many for the base's chunks and for what comes out as are coded; besides, each thread of the pool has
-a few chunks in work."""
+are written, and one for the base's chunks and one for what comes out for each piece that is coded; besides, each thread
+of the pool keeps the codec's scratch."""
 
 R = TypeVar("R")
 
@@ -126,13 +126,13 @@ def _record(image: str, nbytes: int, chunks: bytes, stored: StoredRecord, base: 
 
 @dataclass(slots=True)
 class _Coded:
-    """One piece: the hashes of its chunks, (encoding, bytes) of each, the payloads, and the base's bytes, whose buffer
-    is free as soon as the payloads are written."""
+    """One piece: the hashes of its chunks, (encoding, bytes) of each, the payloads, and the buffers that it took, which
+    are free as soon as the payloads are written."""
 
     hashes: bytes
     rows: list[tuple[int, int]]
-    parts: list[bytes | memoryview]
-    buffer: memoryview | None
+    parts: list[memoryview]
+    buffers: list[memoryview]
 
 
 class _Packing:
@@ -164,28 +164,34 @@ class _Packing:
         hashes = await self._run(chunk_hashes, self._view[start:end], size)
         count = len(hashes) // HASH_BYTES
         changed = [at for at in range(count) if not self._is_same(first + at, hashes, at)]
-        buffer, there = None, set[int]()
-        if self._base is not None and changed:
-            buffer = self._free.pop() if self._free else aligned_buffer(max(PIECE_BYTES, size))
-            there = await self._read_base(self._base, first, changed, buffer[: end - start])
+        if not changed:
+            return _Coded(hashes, [(REFERENCE, 0)] * count, [], [])
+        buffers = [self._buffer()]
+        there = set[int]()
+        if self._base is not None:
+            buffers.append(self._buffer())
+            there = await self._read_base(self._base, first, changed, buffers[1][: end - start])
 
-        async def one(at: int) -> tuple[int, list[bytes | memoryview]]:
-            base = buffer[at * size : at * size + size] if buffer is not None and at in there else None
-            return await self._run(self._encode, first + at, base)
+        async def one(at: int) -> tuple[int, memoryview]:
+            room, *base = (buffer[at * size : at * size + size] for buffer in buffers)
+            return await self._run(self._encode, first + at, base[0] if at in there else None, room)
 
         coded = dict(zip(changed, await each(changed, one), strict=True))
         rows: list[tuple[int, int]] = []
-        parts: list[bytes | memoryview] = []
+        parts: list[memoryview] = []
         for at in range(count):
-            code, payload = coded.get(at, (REFERENCE, []))
-            rows.append((code, sum(len(part) for part in payload)))
-            parts += payload
-        return _Coded(hashes, rows, parts, buffer)
+            code, payload = coded.get(at, (REFERENCE, memoryview(b"")))
+            rows.append((code, len(payload)))
+            parts.append(payload)
+        return _Coded(hashes, rows, parts, buffers)
+
+    def _buffer(self) -> memoryview:
+        """For the base's chunks of a piece, or what comes out; the same few again and again."""
+        return self._free.pop() if self._free else aligned_buffer(max(PIECE_BYTES, self._chunk_bytes))
 
     def done(self, coded: _Coded) -> None:
         """The piece was written."""
-        if coded.buffer is not None:
-            self._free.append(coded.buffer)
+        self._free += coded.buffers
 
     def _is_same(self, index: int, hashes: bytes, at: int) -> bool:
         if self._base is None:
@@ -214,7 +220,8 @@ class _Packing:
         await each(list(runs_of(changed)), read, limit=RUNS_PARALLEL)
         return there
 
-    def _encode(self, index: int, base: memoryview | None) -> tuple[int, list[bytes | memoryview]]:
+    def _encode(self, index: int, base: memoryview | None, room: memoryview) -> tuple[int, memoryview]:
+        """Encoding and payload of a chunk: in ``room``, unless it is the chunk itself."""
         start = index * self._chunk_bytes
         chunk = self._view[start : start + self._chunk_bytes]
         if base is not None and self._base is not None:
@@ -226,7 +233,13 @@ class _Packing:
         code, parts = encode_chunk(
             chunk, base, segments_of(self._layout, self._image, start, start + len(chunk))
         )
-        return code, list(parts)
+        if code == PLAIN:
+            return code, chunk
+        end = 0
+        for part in parts:
+            copy_bytes(room[end : end + len(part)], memoryview(part))
+            end += len(part)
+        return code, room[:end]
 
     async def _run(self, act: Callable[..., R], *args: Any) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._pool, act, *args)

@@ -9,17 +9,24 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from everstep.codec import probe
 from everstep.codec.chunk import BLOCK, TABLE, decode_chunk, encode_chunk
 from everstep.codec.constants import (
     BLOCK_BYTES,
     DIFFERENCE_PLANES,
+    FLOAT_CLASSES,
+    FLOAT_DIFFERENCE,
+    GROUPED,
+    IN_ORDER,
     PLAIN,
     PLANES,
+    SPARSE,
     XOR_PLANES,
     ZSTD,
 )
+from everstep.codec.planes import split
+from everstep.codec.scratch import SCRATCH_BYTES
 from everstep.codec.segments import Kind, Segment
+from everstep.codec.streams import pack
 from everstep.errors import Damaged, UsageError
 
 KINDS: tuple[tuple[int, Kind], ...] = (
@@ -139,6 +146,17 @@ def test_a_chunk_of_several_blocks_whose_ends_cut_an_item() -> None:
     assert len(payload) < 0.75 * len(new)
 
 
+def test_chunks_larger_than_what_a_thread_keeps() -> None:
+    """No block's parts are overwritten by a later one, wherever the thread's memory ends."""
+    count = 2 * SCRATCH_BYTES // 4
+    values = np.tile(weights(24, count // 16), 16)
+    near = (values * np.float32(1.0001)).tobytes()
+    few = values.copy()
+    few.reshape(-1, 64)[::7] *= np.float32(1.01)
+    for new in (near, few.tobytes()):
+        through(new, values.tobytes(), [Segment(values.nbytes, 4, "float")])
+
+
 def test_views_of_any_alignment_are_read_and_written() -> None:
     values = weights(4, 5000)
     new, base = values.tobytes(), (values * np.float32(1.001)).tobytes()
@@ -169,7 +187,7 @@ def test_each_kind_of_change_gets_its_encoding() -> None:
         "few of the bits": (
             (values.view(np.uint32) ^ (1 << np.arange(values.size) % 8 * 2).astype(np.uint32)).tobytes(),
             base,
-            floats,
+            [Segment(size, 4, "int")],
             XOR_PLANES,
             0.5,
         ),
@@ -201,13 +219,29 @@ def test_bfloat16_that_hardly_moved() -> None:
     values = weights(11, 1 << 18)
     moved = values + weights(12, values.size, scale=1e-5)
     _, payload = through(bfloat(moved), bfloat(values), [Segment(values.size * 2, 2, "float")])
-    assert len(payload) < 0.125 * values.size * 2
-    kept, probe.GROUP_GAIN = probe.GROUP_GAIN, 1.0
-    try:
-        _, ungrouped = through(bfloat(moved), bfloat(values), [Segment(values.size * 2, 2, "float")])
-    finally:
-        probe.GROUP_GAIN = kept
-    assert len(payload) < 0.9 * len(ungrouped)
+    assert len(payload) < 0.08 * values.size * 2, len(payload) / values.size / 2
+
+
+def test_a_difference_costs_its_entropy() -> None:
+    """Steps of one size, of numbers of many sizes: what is known of the base is not paid for."""
+    values = weights(17, 1 << 18)
+    step = 1e-4
+    moved = (values + np.random.default_rng(18).uniform(-step, step, values.size)).astype(np.float32)
+    ulps = 2 * step / np.spacing(np.abs(values).astype(np.float32))
+    entropy = np.log2(np.maximum(ulps, 1)).mean() / 32
+    _, payload = through(moved.tobytes(), values.tobytes(), [Segment(values.nbytes, 4, "float")])
+    assert entropy * 0.99 < len(payload) / values.nbytes < entropy * 1.03
+
+
+def test_where_numbers_changed_is_no_part_of_what_they_are() -> None:
+    """Rows of a table that moved a little: the others cost next to nothing, and these what they would cost alone."""
+    table = weights(19, 1 << 18).reshape(-1, 32)
+    new = table.copy()
+    rows = np.sort(np.random.default_rng(20).choice(len(table), len(table) // 8, replace=False))
+    new[rows] += weights(21, rows.size * 32, scale=1e-5).reshape(-1, 32)
+    _, payload = through(new.tobytes(), table.tobytes(), [Segment(table.nbytes, 4, "float")])
+    _, alone = through(new[rows].tobytes(), table[rows].tobytes(), [Segment(new[rows].nbytes, 4, "float")])
+    assert len(payload) < 1.03 * len(alone) + len(table) / 8
 
 
 # ---------------------------------------------------------------------------------------------- what is refused
@@ -220,16 +254,20 @@ def samples() -> dict[str, tuple[int, bytes, bytes, bytes]]:
     sparse = values.copy()
     sparse[::9] *= np.float32(1.01)
     halves = weights(15, 1100)
+    wide = weights(22, 4096, np.float64)
+    rows = wide.copy()
+    rows[512:2048] += weights(23, 1536, np.float64, 1e-9)
     chunks = {
         "text": (b"to be or not to be, " * 140, base, [Segment(2800, 1, "bytes")]),
         "planes": (base, noise(1, 2800), [Segment(2800, 4, "float")]),
         "near": ((values * np.float32(1.0002)).tobytes(), base, [Segment(2800, 4, "float")]),
         "sparse": (sparse.tobytes(), base, [Segment(2800, 4, "float")]),
-        "grouped": (
+        "classes": (
             bfloat(halves + weights(16, 1100, scale=1e-4)),
             bfloat(halves),
             [Segment(2200, 2, "float")],
         ),
+        "rows": (rows.tobytes(), wide.tobytes(), [Segment(wide.nbytes, 8, "float")]),
         "flipped": ((values.view(np.uint32) ^ 0x10101).tobytes(), base, [Segment(2800, 4, "float")]),
         "mixed": (
             base[:1400] + (values[350:] * np.float32(1.0002)).tobytes(),
@@ -237,9 +275,22 @@ def samples() -> dict[str, tuple[int, bytes, bytes, bytes]]:
             [Segment(1400, 4, "float"), Segment(700, 2, "int"), Segment(700, 8, "int")],
         ),
     }
-    return {
+    found = {
         name: (*through(new, other, segments), other, new) for name, (new, other, segments) in chunks.items()
     }
+    new, other = bfloat(halves * np.float32(1.01)), bfloat(halves)
+    return {**found, "grouped": (DIFFERENCE_PLANES, grouped(new, other), other, new)}
+
+
+def grouped(new: bytes, base: bytes) -> bytes:
+    """The payload of a block as it was written up to format version 4: items in the order of the base's exponents."""
+    views = [np.frombuffer(data, np.uint8) for data in (new, base)]
+    table, parts = BLOCK.pack(len(new), 2, FLOAT_DIFFERENCE, GROUPED), list[bytes]()
+    for plane in split(*views, FLOAT_DIFFERENCE, 2, True):
+        entry, stored = pack(plane, noise=False, sparse=False, text=False)
+        table += entry
+        parts += [bytes(part) for part in stored]
+    return TABLE.pack(len(table)) + table + b"".join(parts)
 
 
 def attempt(encoding: int, payload: bytes, base: bytes, nbytes: int) -> bytes | None:
@@ -255,8 +306,12 @@ def attempt(encoding: int, payload: bytes, base: bytes, nbytes: int) -> bytes | 
 def test_the_samples_are_of_every_encoding() -> None:
     found = {name: sample[0] for name, sample in samples().items()}
     assert set(found.values()) == {ZSTD, PLANES, XOR_PLANES, DIFFERENCE_PLANES}, found
-    *_, grouped = BLOCK.unpack_from(samples()["grouped"][1], TABLE.size)
-    assert grouped == 1
+    blocks = {name: BLOCK.unpack_from(sample[1], TABLE.size) for name, sample in samples().items()}
+    assert blocks["grouped"][2:] == (FLOAT_DIFFERENCE, GROUPED)
+    assert blocks["classes"][2:] == (FLOAT_CLASSES, IN_ORDER)
+    assert blocks["rows"][2:] == (FLOAT_CLASSES, SPARSE)
+    _, payload, base, new = samples()["grouped"]
+    assert attempt(DIFFERENCE_PLANES, payload, base, len(new)) == new
 
 
 def test_every_truncation_and_growth_is_found() -> None:

@@ -11,9 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from everstep.codec import planes
+from everstep.codec import classes, planes
 from everstep.codec.chunk import decode_chunk, encode_chunk
-from everstep.codec.constants import FLOAT_DIFFERENCE, INT_DIFFERENCE, NONE, XOR
+from everstep.codec.constants import (
+    CONTEXTS_MAX,
+    FLOAT_CLASSES,
+    FLOAT_DIFFERENCE,
+    INT_CLASSES,
+    INT_DIFFERENCE,
+    NONE,
+    SCALE_BITS,
+    XOR,
+)
 from everstep.codec.segments import Segment
 
 KERNEL = planes._kernel
@@ -94,6 +103,106 @@ def test_thinning_filling_and_weighing(monkeypatch: pytest.MonkeyPatch, share: f
 
 
 @needs_kernel
+@pytest.mark.parametrize("item", [1, 2, 4, 8])
+@pytest.mark.parametrize("transform", [FLOAT_CLASSES, INT_CLASSES])
+def test_classes(monkeypatch: pytest.MonkeyPatch, item: int, transform: int) -> None:
+    """Differences of every size, of numbers with every exponent, in whole rows of lanes and less."""
+    rng = np.random.default_rng(item)
+    for count in (*COUNTS[1:], 100_003):
+        base = rng.integers(0, 256, count * item, np.uint8)
+        words = base.view(f"<u{item}") + (
+            rng.integers(0, 1 << 63, count) >> rng.integers(0, 64, count)
+        ).astype(f"<u{item}")
+        new = np.where(rng.random(count) < 0.3, base.view(f"<u{item}"), words).view(np.uint8)
+        low, lowest = both(monkeypatch, lambda b=base: classes.window(b, item))
+        assert low == lowest
+        contexts = int(rng.integers(1, CONTEXTS_MAX + 1))
+        setting = classes.Setting(transform, item, classes.SHIFTS[item], int(low), contexts)  # type: ignore[call-overload]
+        fast, plain = coded_both_ways(monkeypatch, new, base, setting)
+        for one, other in zip(fast, plain, strict=True):
+            np.testing.assert_array_equal(one, other)
+        _, _, _, bits, _, frequencies, states, words_ = plain
+        stream = np.concatenate([states, words_])
+        for damage in (None, 0, stream.size - 1):
+            given = stream.copy()
+            if damage is not None:
+                given[damage] ^= 1
+            told = bits, frequencies, base, setting, new.size
+            found = both(monkeypatch, lambda given=given, told=told: decoded(given, *told))
+            for whole, out in found:  # type: ignore[misc]
+                assert whole == (damage is None)
+                assert damage is not None or (out == new).all()
+
+
+def coded_both_ways(monkeypatch: pytest.MonkeyPatch, new: Any, base: Any, setting: Any) -> tuple[Any, Any]:
+    """All that becomes of a block, by the kernel and without."""
+
+    def code() -> tuple[Any, ...]:
+        found = classes.classify(new, base, setting)
+        table = np.arange(found.marks.size + 1, dtype=np.int64) ** 2
+        weights = classes.weights_of(found.counts)
+        frequencies = classes.frequencies_of(weights)
+        opened = np.array(classes.open_bits(found.counts, table))
+        states, words = classes.encode(found.marks, frequencies)
+        parts = (
+            found.counts,
+            found.marks,
+            np.array(found.nbits),
+            found.bits,
+            opened,
+            frequencies,
+            states,
+            words,
+        )
+        return tuple(part.copy() for part in parts)
+
+    return both(monkeypatch, code)  # type: ignore[return-value]
+
+
+def decoded(
+    stream: Any, bits: Any, frequencies: Any, base: Any, setting: Any, nbytes: int
+) -> tuple[bool, Any]:
+    out = np.empty(nbytes, np.uint8)
+    return classes.declassify(stream, bits, frequencies, base, setting, out), out
+
+
+@needs_kernel
+def test_frequencies_of_any_weights_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of such as nobody writes: each context's sum up, and none is lost."""
+    rng = np.random.default_rng(7)
+    rows = [rng.integers(0, 256, 256), np.full(256, 63), np.eye(1, 256)[0] * 9, np.zeros(256)]
+    rows += [np.where(rng.random(256) < share, rng.integers(0, 64, 256), 0) for share in (0.01, 0.5, 1)]
+    weights = np.array(rows).astype(np.uint8)
+    fast, plain = both(monkeypatch, lambda: classes.frequencies_of(weights))
+    np.testing.assert_array_equal(fast, plain)
+    sums = np.asarray(plain).sum(axis=1)
+    assert set(sums.tolist()) == {0, 1 << SCALE_BITS}
+    assert ((np.asarray(plain) > 0) == ((weights & 63) > 0)).all()
+
+
+@needs_kernel
+@pytest.mark.parametrize("item", [1, 2, 4, 8])
+def test_changed_items_are_picked_and_placed(monkeypatch: pytest.MonkeyPatch, item: int) -> None:
+    rng = np.random.default_rng(item)
+    for count, share in itertools.product(COUNTS, (0, 0.01, 0.5, 1)):
+        base = rng.integers(0, 256, count * item, np.uint8)
+        other = base.view(f"<u{item}") + rng.integers(1, 200, count).astype(f"<u{item}")
+        new = np.where(rng.random(count) < share, other, base.view(f"<u{item}")).view(np.uint8)
+        fast, plain = both(monkeypatch, lambda n=new, b=base: planes.changed(n, b, item))
+        (map_, many), (same, also) = fast, plain  # type: ignore[misc]
+        np.testing.assert_array_equal(map_, same)
+        assert many == also == np.count_nonzero(new.view(f"<u{item}") != base.view(f"<u{item}"))
+        for some in both(monkeypatch, lambda n=new, m=same, k=also: planes.pick(n, m, item, k)):
+            for kernel in (KERNEL, None):
+                monkeypatch.setattr(planes, "_kernel", kernel)
+                out = base.copy()
+                planes.place(some, same, item, out)
+                np.testing.assert_array_equal(out, new)
+        wrong = both(monkeypatch, lambda n=new, m=same, k=also: planes.pick(n, m, item, k + 1))
+        assert wrong == (None, None)
+
+
+@needs_kernel
 def test_chunks_are_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     seed = random.randrange(1 << 32)
     print("seed", seed)
@@ -119,6 +228,8 @@ def test_the_kernel_looks_at_sizes_itself() -> None:
     """A wrong call is an exception, never a read or a write outside."""
     bytes_ = np.zeros(16, np.uint8)
     room = np.zeros(15, np.uint8)
+    counts, slots = np.ones(256, np.uint32), np.zeros(CONTEXTS_MAX << SCALE_BITS + 2, np.uint8)
+    marks, even = np.zeros(4, np.uint16), np.full(256, 16, np.uint16)
     wrong = [
         lambda: KERNEL.split(bytes_, None, XOR, 4, False, bytes_.copy()),
         lambda: KERNEL.split(bytes_, room, XOR, 4, False, bytes_.copy()),
@@ -136,9 +247,35 @@ def test_the_kernel_looks_at_sizes_itself() -> None:
         lambda: KERNEL.thin(bytes_, room[:2], room.copy()),
         lambda: KERNEL.weigh(bytes_, 2, np.zeros(8, np.int64)),
         lambda: KERNEL.weigh(bytes_, False, np.zeros(99, np.int64)),
+        lambda: KERNEL.changed(bytes_, room, 1, room[:2].copy()),
+        lambda: KERNEL.changed(bytes_, bytes_, 1, room[:1].copy()),
+        lambda: KERNEL.changed(bytes_, bytes_, 3, room[:1].copy()),
+        lambda: KERNEL.window(bytes_, 4, 32),
+        lambda: KERNEL.window(room, 4, 1),
+        lambda: KERNEL.open_bits(counts, np.zeros(4, np.int64)),
+        lambda: KERNEL.open_bits(counts[:5], np.zeros(99, np.int64)),
+        lambda: KERNEL.classify(bytes_, bytes_, 5, 4, 23, 0, 1, counts, room[:8].copy(), room.copy()),
+        lambda: KERNEL.classify(
+            bytes_, bytes_, 5, 4, 23, 0, 17, counts, room[:8].copy(), np.zeros(32, np.uint8)
+        ),
+        lambda: KERNEL.classify(
+            bytes_, bytes_, 2, 4, 23, 0, 1, counts, room[:8].copy(), np.zeros(32, np.uint8)
+        ),
+        lambda: KERNEL.weights(counts, room.copy()),
+        lambda: KERNEL.frequencies(np.zeros(256, np.uint8), np.zeros(255, np.uint16)),
+        lambda: KERNEL.encode(marks, 8, even + 1, marks.copy(), np.zeros(8, np.uint32)),
+        lambda: KERNEL.encode(marks, 9, even, marks.copy(), np.zeros(9, np.uint32)),
+        lambda: KERNEL.encode(marks, 8, even, marks[:3].copy(), np.zeros(8, np.uint32)),
+        lambda: KERNEL.encode(marks + 4096, 8, even, marks.copy(), np.zeros(8, np.uint32)),
+        lambda: KERNEL.declassify(bytes_, 8, room, even, bytes_, 5, 4, 23, 0, 1, slots, bytes_.copy()),
+        lambda: KERNEL.declassify(slots, 8, room, even, room, 5, 4, 23, 0, 1, slots, bytes_.copy()),
+        lambda: KERNEL.declassify(slots, 8, room, even, bytes_, 5, 4, 23, 0, 2, slots, bytes_.copy()),
+        lambda: KERNEL.declassify(slots, 8, room, even, bytes_, 5, 4, 23, 0, 1, slots[1:], bytes_.copy()),
         lambda: KERNEL.split(bytes_[::2], None, NONE, 1, False, room[:8]),
     ]
     for call in wrong:
         with pytest.raises(ValueError):
             call()
     assert KERNEL.fill(room[:1], room[:0], bytes_.copy()) is False
+    assert KERNEL.pick(bytes_, room[:1], 1, room[:0].copy()) is False
+    assert KERNEL.place(bytes_, room[:1], 1, bytes_.copy()) is False

@@ -43,7 +43,7 @@ def flipped(at: int) -> Callable[[bytes], bytes]:
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "first payload": flipped(0),
-    "later payload": flipped(20_000),
+    "later payload": flipped(10_000),
     "table": flipped(-TAIL),
     "lengths in the table": flipped(-TAIL + COUNT + 1),
     "magic": flipped(-packed.FOOTER_BYTES),
@@ -109,7 +109,7 @@ def test_fsck_reads_objects_and_what_they_decode_to(
         assert await findings(backend) == {}
         path = tmp_path / "run" / OBJECT
         data = path.read_bytes()
-        path.write_bytes(flipped(20_000)(data))
+        path.write_bytes(flipped(10_000)(data))
         assert list(await findings(backend)) == [OBJECT]
         path.write_bytes(data)
         shutil.rmtree(tmp_path / "run" / names.attempt_dir(1, 1, 1))

@@ -81,6 +81,7 @@ LAYOUTS = {
     1: "457827f3612e6afe1aa2b64f63eaf97b",
     2: "925833f80a12ddf033ea39ff47cd970c",
     3: "31c8ac8fa84e6604f477fb3b08d5d29b",
+    4: "67738a01246738238e7c232c21e62920",
 }
 """Hashes by former version."""
 
@@ -193,6 +194,24 @@ def payload() -> tuple[bytes, bytes, bytes]:
     lowest = struct.pack("<BIBIBI", 3, 3, 0, 1, 0, 3)
     table = struct.pack("<IBBB", 32, 4, 2, 0) + lowest + 3 * struct.pack("<BI", 2, 0)
     return struct.pack("<I", len(table)) + table + bytes([0b1110, 2, 1, 4]), base, chunk
+
+
+def classes() -> tuple[bytes, bytes, bytes]:
+    """The same of a chunk whose last two numbers are 3 steps above the base's and 40 below: classes 6 and 35 in one
+    context, weighted alike, and three bits of the second, which are 0."""
+    base = struct.pack("<8f", *[1.0] * 8)
+    chunk = struct.pack("<8I", *[0x3F800000 + step for step in (0, 0, 0, 0, 0, 0, 3, -40)])
+    weights = bytes(4 if number in (6, 35) else 0 for number in range(36))
+    table = struct.pack("<IBBBIBI", 32, 4, 5, 2, 2, 2, 0b11000000)
+    table += struct.pack("<BBBBIIBI", 23, 127, 1, 35, 4 * 8, 1, 0, len(weights))
+    # Backwards from 2^15: x becomes 4096 floor(x / f) + x modulo f + s.
+    states = [(1 << 15) // f * 4096 + (1 << 15) % f + s for f, s in ((2049, 0), (2047, 2049))]
+    states += [1 << 15] * 6
+    return (
+        struct.pack("<I", len(table)) + table + weights + struct.pack("<8I", *states) + bytes([0]),
+        base,
+        chunk,
+    )
 
 
 def delta_vote() -> Vote:

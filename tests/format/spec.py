@@ -25,6 +25,7 @@ from .examples import (
     RECORD,
     RUN,
     TOMBSTONE,
+    classes,
     delta_images,
     example_layout,
     example_manifest,
@@ -130,6 +131,7 @@ def worked() -> dict[str, str]:
         "gather": hex_dump(encode_gather([vote])),
         "packed": hex_dump(delta_images()["model"][1]),
         "payload": hex_dump(payload()[0]),
+        "classes": hex_dump(classes()[0]),
         "nodes": example_nodes(),
         "state": hex_dump(example_state()),
     }

@@ -38,6 +38,7 @@ def test_nothing_is_missing_and_every_name_parses() -> None:
     assert len(files(1)) == len(files(2)) - 1, "the gathered votes are new"
     assert len(files(2)) == len(files(3)) - 1, "and a layout with second copies"
     assert len(files(3)) == len(files(4)) - 5, "and a delta"
+    assert len(files(4)) == len(files(5))
     assert all(names.parse(name) is not None for version in VERSIONS for name in files(version))
 
 
@@ -117,15 +118,18 @@ def test_gathered_votes_are_read(version: int) -> None:
     assert decode_gather(read(version, name), name) == [decode_header(vote, examples.VOTE_NAME)]
 
 
-def test_a_delta_is_read() -> None:
-    data = read(4, examples.DELTA_VOTE_NAME)
+@pytest.mark.parametrize("version", VERSIONS[3:])
+def test_a_delta_is_read(version: int) -> None:
+    data = read(version, examples.DELTA_VOTE_NAME)
     vote = decode_vote(data, examples.DELTA_VOTE_NAME)
-    assert vote == examples.delta_vote()
     name = examples.DELTA_MANIFEST_NAME
-    assert decode_decision(read(4, name), name) == examples.delta_manifest(data)
+    manifest = decode_decision(read(version, name), name)
+    assert isinstance(manifest, Manifest) and manifest.ranks[0].vote_hash == vote_hash(data)
+    if version == FORMAT_VERSION:
+        assert vote == examples.delta_vote() and manifest == examples.delta_manifest(data)
     place = examples.DELTA_STEP, examples.INCARNATION, examples.ATTEMPT, 0
     for record, (image, _) in zip(vote.images, examples.delta_images().values(), strict=False):
-        stored = read(4, record.object_name(*place))
+        stored = read(version, record.object_name(*place))
         assert record.stored is not None and record.stored.nbytes == len(stored)
         assert hashing.chunk_hashes(memoryview(stored), examples.CHUNK_BYTES) == record.stored.chunks
         size = packed.tail_bytes(len(image), examples.CHUNK_BYTES)
@@ -138,7 +142,7 @@ def test_a_delta_is_read() -> None:
 def test_shared_images_are_read() -> None:
     of = examples.layout_with_copies()
     expected = layout.layout_hash(layout.encode(of))
-    found = layout.open_layout(read(4, names.layout(expected)), expected, "layout")
+    found = layout.open_layout(read(FORMAT_VERSION, names.layout(expected)), expected, "layout")
     assert found == of
     assert [image.name for image in found.images] == ["model+1", "model"]
     assert [image.name for image in found.copies] == ["1/model+0"]

@@ -7,6 +7,7 @@ import struct
 import pytest
 from everstep.errors import Damaged, UnknownFormat, UnsupportedValue
 from everstep.format import packed
+from everstep.format.constants import FORMAT_VERSION
 from everstep.format.hashing import digest
 
 from .damage import assert_all_found
@@ -57,7 +58,8 @@ def test_tables_that_cannot_be_are_not_written(rows: list[tuple[int, int]]) -> N
 def test_hostile_tables_with_good_hashes_are_refused() -> None:
     def made(codes: list[int], lengths: list[int], **changes: int) -> bytes:
         table = bytes(codes) + struct.pack(f"<{len(lengths)}I", *lengths)
-        values = {"version": 4, "zero": 0, "chunk": CHUNK, "nbytes": NBYTES, "count": 3, "table": len(table)}
+        values = {"version": FORMAT_VERSION, "zero": 0, "chunk": CHUNK, "nbytes": NBYTES, "count": 3}
+        values["table"] = len(table)
         values.update(changes)
         footer = struct.pack("<8sIIQQQQ16s", b"EVSTPACK", *values.values(), digest(table))
         return table + footer + digest(footer)
@@ -67,7 +69,7 @@ def test_hostile_tables_with_good_hashes_are_refused() -> None:
         (made([0, 9, 1], [0, 100, 10]), Damaged),
         (made([0, 4, 1], [0, 2**32 - 1, 10]), Damaged),
         (made([0, 4, 1], [0, 99, 10]), Damaged),
-        (made([0, 4, 1], [0, 100, 10], version=5), UnknownFormat),
+        (made([0, 4, 1], [0, 100, 10], version=FORMAT_VERSION + 1), UnknownFormat),
         (made([0, 4, 1], [0, 100, 10], version=3), UnknownFormat),
         (made([0, 4, 1], [0, 100, 10], zero=1), UnknownFormat),
         (made([0, 4, 1], [0, 100, 10], chunk=2 * CHUNK), Damaged),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from everstep.errors import Damaged, UnknownFormat, UnsupportedValue
 from everstep.format import names
+from everstep.format.constants import FORMAT_VERSION
 from everstep.format.manifest import Manifest, decode_decision, encode_decision
 from everstep.format.records import decode_incarnation, decode_run, encode_incarnation, encode_run
 from everstep.format.sealed import seal, unseal
@@ -174,7 +175,8 @@ def test_impossible_records_are_not_written() -> None:
     ):
         with pytest.raises(UnsupportedValue):
             encode_incarnation(dataclasses.replace(RECORD, **change))  # type: ignore[arg-type]
-    for change in ({"chunk_bytes": 5000}, {"chunk_bytes": 512}, {"run_id": ""}, {"format": 1}, {"format": 5}):
+    others = ({"format": 1}, {"format": FORMAT_VERSION + 1})
+    for change in ({"chunk_bytes": 5000}, {"chunk_bytes": 512}, {"run_id": ""}, *others):
         with pytest.raises(UnsupportedValue):
             encode_run(dataclasses.replace(RUN, **change))  # type: ignore[arg-type]
 
@@ -261,7 +263,7 @@ def run_with(**changes: Any) -> bytes:
         (run_with(required=["parity"]), ["parity"]),
         (run_with(hash_id="blake3-256"), "blake3-256"),
         (run_with(quorum=1), ["quorum"]),
-        (seal("run", {"anything": 1}, format=5), 5),
+        (seal("run", {"anything": 1}, format=FORMAT_VERSION + 1), FORMAT_VERSION + 1),
         (seal("run", {"anything": 1}, format=0), 0),
     ],
 )

@@ -212,7 +212,7 @@ def test_a_changed_name_of_the_hash_is_damage() -> None:
 
 
 def test_a_changed_version_without_a_new_hash_is_damage() -> None:
-    data = sealed.seal("thing", {}).replace(b'"format": 4', b'"format": 1')
+    data = sealed.seal("thing", {}).replace(b'"format": %d' % FORMAT_VERSION, b'"format": 1')
     with pytest.raises(Damaged, match="hash is wrong"):
         sealed.unseal(data, "thing", NAME)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 from everstep.codec import constants
@@ -23,7 +24,15 @@ from everstep.state.wire import (
     Tag,
 )
 
-from .examples import GATHER_NAME, VOTE_NAME, example_layout, example_vote, layout_with_copies, payload
+from .examples import (
+    GATHER_NAME,
+    VOTE_NAME,
+    classes,
+    example_layout,
+    example_vote,
+    layout_with_copies,
+    payload,
+)
 from .spec import PAGE, blocks, dtype_rows, from_hex_dump, worked
 
 EXACT = [name for name in worked() if name not in ("vote", "gather", "manifest")]
@@ -64,9 +73,10 @@ def test_the_worked_vote_decodes() -> None:
     assert vote.vote_hash(data) in blocks()["manifest"]
 
 
-def test_the_worked_payload_decodes() -> None:
-    data, base, chunk = payload()
-    assert from_hex_dump(blocks()["payload"]) == data
+@pytest.mark.parametrize(("block", "worked_out"), [("payload", payload), ("classes", classes)])
+def test_the_worked_payloads_decode(block: str, worked_out: Callable[[], tuple[bytes, bytes, bytes]]) -> None:
+    data, base, chunk = worked_out()
+    assert from_hex_dump(blocks()[block]) == data
     out = bytearray(len(chunk))
     decode_chunk(packed.DIFFERENCE, memoryview(data), memoryview(base), memoryview(out))
     assert out == chunk
@@ -78,9 +88,15 @@ def test_the_numbers_of_the_codec_are_those_of_the_page() -> None:
     assert ours == (*theirs, constants.XOR_PLANES, constants.DIFFERENCE_PLANES) == packed.ENCODINGS
     page = PAGE.read_text().split("### 6.2 Payloads")[1].split("### 6.3")[0]
     rows = re.findall(r"^\| (\d) \|", page, re.M)
-    transforms = (constants.NONE, constants.XOR, constants.FLOAT_DIFFERENCE, constants.INT_DIFFERENCE)
+    transforms: tuple[int, ...] = (
+        constants.NONE,
+        constants.XOR,
+        constants.FLOAT_DIFFERENCE,
+        constants.INT_DIFFERENCE,
+    )
     streams = (constants.STREAM_PLAIN, constants.STREAM_ZSTD, constants.STREAM_EQUAL, constants.STREAM_SPARSE)
-    assert [int(row) for row in rows] == [*transforms, constants.SAME, *streams]
+    transforms += (constants.SAME, constants.FLOAT_CLASSES, constants.INT_CLASSES)
+    assert [int(row) for row in rows] == [*transforms, *streams]
 
 
 def test_the_worked_gather_decodes() -> None:
