@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import calendar
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 
 import numpy as np
 from everstep.errors import EverstepError
@@ -20,6 +24,35 @@ COLUMNS = 33
 
 Key = tuple[int, int]
 """(incarnation, step)"""
+
+
+class Clock:
+    """The time, which the story moves: in seconds since the epoch. It stands in for the class datetime where records
+    are given their times."""
+
+    def __init__(self) -> None:
+        self.at_s = 1_900_000_000
+        self.skew_s = 0
+        """How far the clock of whoever makes a record is off."""
+
+    def time(self) -> float:
+        return self.at_s
+
+    def now(self, zone: timezone) -> datetime:
+        return datetime.fromtimestamp(self.at_s + self.skew_s, zone)
+
+
+def seconds_of(text: str) -> int:
+    """Seconds since the epoch of a record's time."""
+    return calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%SZ"))
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """A pin, and until when it says that it holds."""
+
+    key: Key
+    until_s: int | None
 
 
 @dataclass(frozen=True)
@@ -68,6 +101,11 @@ class Held:
     values: Values
     note: str
     """What its state images say."""
+    loss: float = 1.0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"loss": self.loss}
 
     def state(self, rank: int) -> bytes:
         return f"{self.note} of rank {rank} ".encode() * 300
@@ -99,8 +137,8 @@ class Trainer:
             new[rank, "w"] = new[0, "w"]
         self.values = new
 
-    def held(self, note: str) -> Held:
-        return Held(self.shape, dict(self.values), note)
+    def held(self, note: str, loss: float) -> Held:
+        return Held(self.shape, dict(self.values), note, loss)
 
     def take(self, held: Held) -> None:
         """What a load does."""
@@ -127,6 +165,11 @@ def _changed(dtype: str, old: bytes, change: str, numbers: np.random.Generator) 
     return (values * (1 + 0.001 * numbers.standard_normal(len(values)))).astype(kind).tobytes()
 
 
+def same_metrics(found: Mapping[str, float], wanted: Mapping[str, float]) -> bool:
+    """NaN is NaN here."""
+    return repr(dict(found)) == repr(dict(wanted))
+
+
 _layouts: dict[tuple[Shape, int], Layout] = {}
 
 
@@ -147,7 +190,7 @@ def snapshot(key: Key, rank: int, held: Held) -> kit.MemoryPinned:
     encoded = encode(layout)
     data = {f"image:{spec.name}": image for spec, image in zip(layout.images, images, strict=True)}
     data[STATE_IMAGE] = bytearray(held.state(rank))
-    data["meta"] = bytearray(write_meta(kit.meta_of(rank, WORLD)))
+    data["meta"] = bytearray(write_meta({**kit.meta_of(rank, WORLD), "metrics": held.metrics}))
     data["layout"] = bytearray(encoded)
     info = kit.Info(0, key[1], 2, key[0], key[1], layout_hash(encoded))
     return kit.MemoryPinned(info, data, kit.CHUNK)
