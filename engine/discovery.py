@@ -16,13 +16,13 @@ from .format import names as file_names
 from .format.manifest import Decision, Manifest
 from .format.names import RUN
 from .format.records import IncarnationRecord, RunRecord
-from .holdings import Key as Key
 from .memory.arena import Arena
 from .memory.directory import find_arenas
 from .plan.lineage import Lineage
 from .store.blocking import run_blocking
 from .store.catalog import StepNames, complete_undecided, list_step, list_steps, read_decision, read_vote
 from .store.commit import try_commit
+from .store.holdings import Key as Key
 from .store.runs import open_run, read_incarnations
 
 COMMIT_GRACE_S = 2.0

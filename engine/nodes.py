@@ -25,7 +25,6 @@ from .exchange.server import Server, Shelf
 from .format.constants import HASH_BYTES
 from .format.hashing import rank_root
 from .format.vote import STATE_IMAGE
-from .holdings import Copies, Found, Key, look_in_memory, pin_copies
 from .memory.arena import Arena
 from .memory.header import Kind
 from .memory.process import boot_id
@@ -36,6 +35,7 @@ from .ranks import Ranks
 from .rebuilding import PARITY_RANK, RebuiltSource
 from .store.blocking import run_blocking
 from .store.flush import IMAGE_REGION, LAYOUT_REGION, META_REGION
+from .store.holdings import Copies, Found, Key, look_in_memory, pin_copies
 from .store.sources import HELD, OWN, ArenaSource, Source
 
 CONNECTIONS_MAX = 4096

@@ -14,7 +14,6 @@ from .errors import Damaged, EverstepError
 from .exchange.protocol import Proof, encode_records
 from .exchange.server import Shelf
 from .format.hashing import rank_root
-from .holdings import Key, Slot
 from .memory.arena import Arena
 from .memory.errors import ArenaGone, SlotGone
 from .memory.header import Kind
@@ -23,6 +22,7 @@ from .peers.described import Described, ImageOf, Seat, decode_described, group_o
 from .plan.parity import ParityGroup
 from .rebuilding import PARITY_RANK, RebuiltSource
 from .store.blocking import run_blocking
+from .store.holdings import Key, Slot
 from .store.sources import HELD, ArenaSource, Source
 
 NODES_TOLD_MAX = 128

@@ -137,6 +137,7 @@ class Beacons:
             durable=None if durable is None else durable[1],
             durable_age_s=None if durable is None else time.monotonic() - durable[2],
             queue=0 if service.pipeline is None else len(service.pipeline.flushes()),
+            address=service.protection.address,
         )
 
     def status(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from everstep.errors import AgentError, EverstepError, PeerLost
 from everstep.memory.arena import Arena
+from everstep.peers.address import joined_address
 from everstep.peers.guard import Guard, Terms
 from everstep.peers.keeper import Keeper
 from everstep.peers.link import Link
@@ -24,7 +25,7 @@ from everstep.peers.paritykeeper import ParityKeeper
 
 from .journal import GuardEntry
 from .members import Member
-from .protocol import Guarded, Guarding, Listen, Listening, Taken
+from .protocol import Guarded, Guarding, Listen, Listening, PeersAnswer, PeersRequest, Taken
 from .server import Peer
 from .values import Progress
 
@@ -181,11 +182,22 @@ class Protection:
         return {} if self._keeper is None else self._keeper.arenas()
 
     def status(self) -> dict[str, Any] | None:
-        guard, listener = self._guard, self._listener
+        guard = self._guard
         if guard is None:
             return None
-        where = None if listener is None else f"{listener.host}:{listener.port}"
-        return {"address": where, **guard.status()}
+        return {"address": self.address, **guard.status()}
+
+    @property
+    def address(self) -> str | None:
+        """Where this agent listens to those of other nodes, once it talks to them."""
+        guard, listener = self._guard, self._listener
+        return None if guard is None or listener is None else joined_address(listener.host, listener.port)
+
+    def peers(self, request: PeersRequest) -> PeersAnswer:
+        guard, address = self._guard, self.address
+        if guard is None or address is None:
+            return PeersAnswer(request.number, b"", "", [])
+        return PeersAnswer(request.number, self._secret, address, guard.places())
 
     async def close(self) -> None:
         async with self._lock:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from everstep.errors import AgentError
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Goes up with every change of the messages after the handshake."""
 
 FRAME_BYTES_MAX = 1 << 20
@@ -85,6 +85,12 @@ class ArenasRequest(msgspec.Struct, tag="arenas?", tag_field="t"):
 
     number: int
     descriptors: bool
+
+
+class PeersRequest(msgspec.Struct, tag="peers?", tag_field="t"):
+    """Asked without registering, by whoever mends the run here: how the agents of other nodes are reached."""
+
+    number: int
 
 
 class Loading(msgspec.Struct, tag="loading", tag_field="t"):
@@ -184,6 +190,16 @@ class ArenasAnswer(msgspec.Struct, tag="arenas", tag_field="t"):
     arenas: list[dict[str, Any]]
 
 
+class PeersAnswer(msgspec.Struct, tag="peers", tag_field="t"):
+    """What this node's agent proves itself with to those of other nodes, where it listens, and names and addresses of
+    all that it knows, itself too. All empty where it talks to none. The secret stays on this machine."""
+
+    number: int
+    secret: bytes
+    address: str
+    nodes: list[tuple[str, str, int]]
+
+
 class Noted(msgspec.Struct, tag="noted", tag_field="t"):
     """The agent knows who loads."""
 
@@ -218,6 +234,7 @@ Request = (
     | Ping
     | StatusRequest
     | ArenasRequest
+    | PeersRequest
     | Loading
     | Listen
     | Guarding
@@ -232,6 +249,7 @@ Reply = (
     | Pong
     | StatusAnswer
     | ArenasAnswer
+    | PeersAnswer
     | Noted
     | Listening
     | Guarded

@@ -53,6 +53,7 @@ from .protocol import (
     Guarding,
     Listen,
     Loading,
+    PeersRequest,
     Register,
     Request,
     StatusAnswer,
@@ -190,6 +191,8 @@ class Service:
                 peer.send(StatusAnswer(request.number, self.status()))
             elif isinstance(request, ArenasRequest):
                 self._send_arenas(peer, request)
+            elif isinstance(request, PeersRequest):
+                peer.send(self.protection.peers(request))
             elif isinstance(request, Loading):
                 self.pacing.hear(peer, request)
             elif peer.member is None:
@@ -308,13 +311,7 @@ class Service:
             path = arena.info.path
             if path is None and not request.descriptors:
                 continue
-            known.append(
-                {
-                    "rank": rank,
-                    "incarnation": arena.info.incarnation,
-                    "path": "" if path is None else str(path),
-                }
-            )
+            known.append({"rank": rank, "incarnation": arena.info.incarnation, "path": str(path or "")})
             if path is None:
                 fds.append(arena.fileno())
         peer.send(ArenasAnswer(request.number, known), fds)

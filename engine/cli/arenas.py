@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
-
-if TYPE_CHECKING:
-    from everstep.format.manifest import Manifest
-    from everstep.store.repair import Memory
 
 MEMORY = Path("/dev/shm")
 
@@ -87,39 +81,6 @@ def memory_snapshots(directory: Path) -> list[MemorySnapshot]:
             for x in snapshots
         ]
     return sorted(found, key=lambda x: (x.incarnation, x.step, KINDS.index(x.kind), x.rank))
-
-
-@contextlib.contextmanager
-def sources_in_memory(memory: Path, run: str) -> Iterator[Memory]:
-    """Gives, by checkpoint, what this node's arenas hold of ``run``; pinned until the end."""
-    from everstep.errors import EverstepError
-    from everstep.holdings import look_in_memory, pin_copies
-    from everstep.memory.arena import Arena
-    from everstep.memory.directory import find_arenas
-    from everstep.store.sources import ArenaSource
-
-    with contextlib.ExitStack() as stack:
-        arenas: list[Arena] = []
-        for info in find_arenas(directory_of_run(memory, run)):
-            if info.path is not None:
-                with contextlib.suppress(EverstepError, OSError):
-                    arenas.append(stack.enter_context(Arena.attach(info.path)))
-
-        def held(manifest: Manifest) -> list[ArenaSource]:
-            key = manifest.incarnation, manifest.step
-            found: list[ArenaSource] = []
-            for run_id in dict.fromkeys(arena.info.run_id for arena in arenas):
-                with contextlib.suppress(EverstepError):
-                    for some in pin_copies(look_in_memory(arenas, run_id), key, stack):
-                        chunk_bytes = arenas[0].info.chunk_bytes
-                        label = "memory of this node"
-                        lacks = some.lacks
-                        found.append(
-                            ArenaSource(some.pins, chunk_bytes, label, world=manifest.world, lacks=lacks)
-                        )
-            return found
-
-        yield held
 
 
 def ranks_here(snapshots: Sequence[MemorySnapshot]) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .arenas import memory_option, sources_in_memory
+from .arenas import directory_of_run, memory_option
 from .frame import Answer, answering, command, human_bytes, json_option, progress
 from .options import duration, rate, share
 
@@ -34,7 +34,7 @@ STEPS_MAX = 20
 EPILOG = """\
 Exit codes, added up where several apply:
   0   clean
-  1   something was repaired, or set aside
+  1   something was repaired, set aside, or a pin of what is gone was removed
   4   damage left
   8   cannot tell: the storage did not answer, or a newer format
   16  usage; also where RUN is no run, or has no such step
@@ -70,7 +70,7 @@ class FsckCommand(click.Command):
 @click.option("--max-duration", "seconds", metavar="T", callback=duration, help="Then stop reading images.")
 @click.option("--rate", metavar="BYTES", callback=rate, help="Read no faster than so many bytes per second.")
 @click.option(
-    "--repair", "mend", is_flag=True, help="Mend what the other places, or this node's memory, have right."
+    "--repair", "mend", is_flag=True, help="Mend what the other places, or the nodes' memory, have right."
 )
 @memory_option
 @json_option
@@ -92,9 +92,10 @@ def fsck(
     Reads only, unless --repair is given, and may run beside a live run. Files of a writer that died, or that is at
     work, are told and are no damage. Where not all is read, the newest checkpoints are read first.
 
-    --repair takes the good copy of each damaged object or chunk from the other places and from this node's memory,
-    commits attempts whose votes are all there, and makes lost votes again where they can be proved. Nothing is deleted:
-    a checkpoint that nobody has right is set aside: it neither loads nor counts, until a later repair finds it right.
+    --repair takes the good copy of each damaged object or chunk from the other places, this node's memory, or that of
+    the run's other nodes (their agents are asked, with the run's secret), commits attempts whose votes are all there,
+    and makes lost votes again where they can be proved. No checkpoint is deleted: one that nobody has right is set
+    aside: it neither loads nor counts, until a later repair finds it right. Pins of what is gone for ever are removed.
     """
     import random
 
@@ -133,7 +134,7 @@ class Checked:
 def _check(places: list[str], step: int | None, extent: Extent, mend: bool, memory: Path) -> list[Checked]:
     from everstep.store.blocking import run_blocking
 
-    with progress("fsck", unit="B", scale=True) as bar, sources_in_memory(memory, places[0]) as sources:
+    with progress("fsck", unit="B", scale=True) as bar:
         total = done = 0
 
         def show(now: int, all_of: int) -> None:
@@ -145,21 +146,27 @@ def _check(places: list[str], step: int | None, extent: Extent, mend: bool, memo
         async def all_of_them() -> list[Checked]:
             nonlocal total, done
             backends = [locate(place).open() for place in places]
+            sources = RunMemory(locate(places[0]), backends, directory_of_run(memory, places[0]))
             found = []
             try:
                 for at, backend in enumerate(backends):
                     others = [other for number, other in enumerate(backends) if number != at]
-                    work = check_and_mend if mend else check_only
-                    mended = await work(
-                        backend, others=others, memory=sources, step=step, extent=extent, progress=show
-                    )
+                    if mend:
+                        mended = await check_and_mend(
+                            backend, others=others, memory=sources, step=step, extent=extent, progress=show
+                        )
+                    else:
+                        mended = await check_only(backend, step=step, extent=extent, progress=show)
                     found.append(Checked(places[at], mended, verdict(mended)))
                     total, done = total + done, 0
+                found[0].mended.after += sources.told()
                 return found
             finally:
+                await sources.close()
                 for backend in backends:
                     await backend.close()
 
+        from everstep.neighbours import RunMemory
         from everstep.places import locate
         from everstep.store.repair_run import check_and_mend, check_only, verdict
 

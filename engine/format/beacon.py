@@ -40,7 +40,7 @@ class Beacon:
     every ``interval_s``. ``ranks`` are those of ``incarnation`` that have not said goodbye; of ``world`` in all.
     ``complete`` is W over all nodes, None where snapshots are not protected; ``durable`` the newest step that the agent
     saw become durable, ``queue`` how many flushes are unfinished, ``timeout_s`` after how long without a beat a rank
-    is late.
+    is late. ``address`` is where it listens to the agents of other nodes (host:port), if it does.
     """
 
     node: str
@@ -58,6 +58,7 @@ class Beacon:
     durable: int | None
     durable_age_s: float | None
     queue: int
+    address: str | None = None
 
     @property
     def agent(self) -> tuple[int, int, str]:
@@ -72,12 +73,15 @@ class Beacon:
 def encode_beacon(beacon: Beacon) -> bytes:
     """The bytes of a beacon."""
     encoding(_BEACON, lambda: _check(beacon))
-    return seal(_BEACON, {**fields(beacon), "ranks": [fields(rank) for rank in beacon.ranks]})
+    body = {**fields(beacon), "ranks": [fields(rank) for rank in beacon.ranks]}
+    if beacon.address is None:  # as it was before there was one
+        del body["address"]
+    return seal(_BEACON, body)
 
 
 def decode_beacon(data: bytes, name: str) -> Beacon:
     """The beacon in ``data``. Raises Damaged or UnknownFormat."""
-    body = unseal(data, _BEACON, name)
+    body = {"address": None, **unseal(data, _BEACON, name)}
 
     def make() -> Beacon:
         beacon = build(Beacon, body, {"ranks": BeaconRank})

@@ -57,6 +57,11 @@ def split_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def joined_address(host: str, port: int) -> str:
+    """As :func:`split_address` reads it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _interface_to(host: str) -> str | None:
     with contextlib.suppress(OSError):
         family, kind, _, _, place = socket.getaddrinfo(host, PORT, type=socket.SOCK_DGRAM)[0]

@@ -28,8 +28,10 @@ from everstep.memory.slots import Pinned, SnapshotInfo
 from .duties import ReplicaDuty, Reserve, answer_reserve, reserve_at_spare
 from .hub import NO_STEP, Hear, Hub
 from .keeper import Keeper
+from .lending import Lender
 from .line import HubLine
 from .link import Link, connect
+from .loans import Borrow
 from .messages import Complete, Message, Mode, Moved, Offer, Standing, Wire, unexpected
 from .nodemap import NodeMap
 from .parity import ParityOffer, parity_duties
@@ -134,6 +136,7 @@ class Guard:
         self._posts = [_Post(duty) for duty in self._make_duties()]
         self._pool = ThreadPoolExecutor(HASHERS, thread_name_prefix="everstep-seal")
         self._line = HubLine(self)
+        lender = Lender(keeper.directory, terms.run_id, self._nameless, self.places, self._in_use, self.rate)
         self.handlers: dict[type[Message], Callable[[Link, Any], None]] = {
             Offer: self._take_offer,
             ParityOffer: self._take_parity,
@@ -142,6 +145,7 @@ class Guard:
             Complete: self._note_complete,
             Standing: self._listen_to,
             Hear: self._tell_hub,
+            Borrow: lender.serve,
         }
         """What is done with what other agents say, by the kind of message."""
         self._links: set[Link] = set()
@@ -376,6 +380,22 @@ class Guard:
             if not missing or self.pause(PAUSE_MAX_S):
                 return
         log.warning("these nodes do not know where this agent listens now: %s", ", ".join(missing))
+
+    # -- what is lent
+
+    def places(self) -> list[tuple[str, str, int]]:
+        """Of the job's nodes names and addresses, this one's among them."""
+        with self._changed:
+            return [(name, *place) for name, place in self._places.items()]
+
+    def _nameless(self) -> list[Arena]:
+        """Arenas without a path, which nobody else finds."""
+        with self._changed:
+            found = [arena for arenas in self._arenas.values() for arena in arenas]
+        return [arena for arena in (*found, *self.keeper.arenas().values()) if arena.info.path is None]
+
+    def _in_use(self) -> None:
+        self.last_work = time.monotonic()
 
     # -- duties, each on its thread
 

@@ -109,6 +109,11 @@ class Keeper:
         self._incarnation = max((info.incarnation for info in held), default=0)
         self._closed = False
 
+    @property
+    def directory(self) -> Path:
+        """Where this node's arenas lie."""
+        return self._place.directory
+
     # -- what the agent says
 
     def reserve(self, rank: int, slot_bytes: int, chunk_bytes: int) -> None:

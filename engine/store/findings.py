@@ -34,6 +34,8 @@ class Kind(enum.Enum):
     """A delta whose base is not there."""
     PIN = "pin"
     """A pin that has expired, or whose checkpoint is not there."""
+    PEER = "peer"
+    """Another node whose memory could not be asked."""
     ASIDE = "aside"
     """A damaged object that was kept when it was made anew."""
     TEMPORARY = "temporary"
@@ -46,8 +48,8 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding. ``name`` is the object's (or directory's) name relative to the root; ``hurts`` says what
-    can no longer be done because of it, "" for nothing."""
+    """One finding. ``name`` is the object's (or directory's) name relative to the root, or an address; ``hurts``
+    says what can no longer be done because of it, "" for nothing."""
 
     severity: Severity
     kind: Kind

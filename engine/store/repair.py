@@ -1,4 +1,4 @@
-"""Mending what fsck found, from whoever has it right: the place's own good bytes, other tiers, this node's memory.
+"""Mending what fsck found, from whoever has it right: the place's own good bytes, other tiers, memory.
 
 Everything that is written is proved first by what points at it: a chunk by the vote's hash, a vote by the manifest's,
 a layout by its name, records and decisions by their own hash and by being the same at another place. Objects are
@@ -28,10 +28,10 @@ from .asking import reading, writing
 from .catalog import list_step, look_at, open_vote, read_numbered
 from .commit import publish_decision, try_commit
 from .findings import Finding, Kind, Severity
+from .memories import NO_MEMORY, Memory
 from .mirror import read_small
 from .repair_rank import Share
 from .runs import now
-from .sources import ArenaSource
 
 log = logging.getLogger("everstep.store")
 
@@ -40,13 +40,6 @@ ASIDE_MAX = 100
 
 Place = tuple[int, int]
 """(step, incarnation)"""
-
-Memory = Callable[[Manifest], Sequence[ArenaSource]]
-"""What this node's memory has of a checkpoint."""
-
-
-def no_memory(manifest: Manifest) -> Sequence[ArenaSource]:
-    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +66,7 @@ async def repair(
     findings: Iterable[Finding],
     *,
     others: Sequence[Backend] = (),
-    memory: Memory = no_memory,
+    memory: Memory = NO_MEMORY,
 ) -> Repairs:
     """Mend at ``target`` what ``findings`` say. ``others`` are further places of the same run, nearest first.
 
@@ -293,13 +286,12 @@ class _Work:
             return
         if self._chunk_bytes is None:
             await self._run_id(self.target)
-        memory = self._memory(manifest)
         attempt = names.attempt_dir(*place, manifest.attempt) + "/"
         for record in manifest.ranks:
             mine = {name for name in wanted if name.startswith(attempt) and _rank_of(name) == record.rank}
             if mine:
                 places = [self.target, *self._others]
-                share = Share(places, manifest, record, memory, self._chunk_bytes)
+                share = Share(places, manifest, record, self._memory, self._chunk_bytes)
                 failed = await share.mend(mine)
                 for name, how, nbytes in share.mended:
                     self.done(name, how, nbytes)

@@ -20,9 +20,10 @@ from everstep.format.vote import ImageRecord, StoredRecord, Vote, decode_vote, v
 
 from .asking import writing
 from .catalog import list_step, read_decision
+from .memories import Memory, Snapshot
 from .mirror import read_small
 from .revote import remade_votes
-from .sources import ArenaSource, DurableSource, bases_at
+from .sources import DurableSource, bases_at
 
 PIECE_BYTES = 8 << 20
 """One read and one write; at least a chunk."""
@@ -37,6 +38,23 @@ class _Holder:
     read: Read
 
 
+class _Holders:
+    """Who may have an object's bytes, in the order in which they are asked. Those of ``further`` are looked for, once,
+    when nobody before them was right."""
+
+    def __init__(
+        self, known: Sequence[_Holder], further: Sequence[Callable[[], Awaitable[list[_Holder]]]]
+    ) -> None:
+        self._known = list(known)
+        self._further = list(further)
+
+    async def at(self, number: int) -> _Holder | None:
+        """None where there are no more."""
+        while number >= len(self._known) and self._further:
+            self._known += await self._further.pop(0)()
+        return self._known[number] if number < len(self._known) else None
+
+
 class Share:
     """What one rank stored of a checkpoint. ``places``: the one to mend, then the others, nearest first. ``mended``
     says of each object that was written anew its name, from whom, and its bytes."""
@@ -46,14 +64,14 @@ class Share:
         places: Sequence[Backend],
         manifest: Manifest,
         record: RankRecord,
-        memory: Sequence[ArenaSource],
+        memory: Memory,
         chunk_bytes: int | None,
     ) -> None:
         self.mended: list[tuple[str, str, int]] = []
         self._target, *self._others = places
         self._manifest = manifest
         self._record = record
-        self._memory = [source for source in memory if record.rank in source.ranks]
+        self._memory = memory
         self._chunk_bytes = chunk_bytes
         self._place = manifest.step, manifest.incarnation, manifest.attempt, record.rank
 
@@ -113,7 +131,7 @@ class Share:
     async def _image(self, image: ImageRecord, name: str, chunk_bytes: int) -> str:
         """Write the object anew, each chunk from the first holder that has it right; why not, "" if it is."""
         stored = image.object
-        holders = await self._holders(image, name, chunk_bytes)
+        holders = self._holders(image, name, chunk_bytes)
         step = max(PIECE_BYTES // chunk_bytes, 1) * chunk_bytes
         used: dict[str, None] = {}
         room = mmap.mmap(-1, step)
@@ -136,22 +154,31 @@ class Share:
         self.mended.append((name, "from " + ", ".join(used), stored.nbytes))
         return ""
 
-    async def _holders(self, image: ImageRecord, name: str, chunk_bytes: int) -> list[_Holder]:
-        """Who may have the object's bytes: the places, and, where it is the image's own bytes, memory, and places that
-        have another attempt of the checkpoint, which may be a delta."""
-        holders = [_Holder(place.url, _of_place(place, name)) for place in (self._target, *self._others)]
-        if image.stored is None:
-            rank = self._record.rank
-            holders += [
-                _Holder(source.label, _of_source(source, rank, image.name))
-                for source in self._memory
-                if source.has(rank, image.name)
-            ]
-            holders += [
-                _Holder(source.label, _of_source(source, rank, image.name))
-                for source in await self._other_attempts(chunk_bytes)
-            ]
-        return holders
+    def _holders(self, image: ImageRecord, name: str, chunk_bytes: int) -> _Holders:
+        """Who may have the object's bytes: the places, and, where it is the image's own bytes, places that have another
+        attempt of the checkpoint, which may be a delta, this node's memory, and that of other nodes."""
+        places = [_Holder(place.url, _of_place(place, name)) for place in (self._target, *self._others)]
+        if image.stored is not None:
+            return _Holders(places, [])
+
+        async def attempts() -> list[_Holder]:
+            return self._having(image, await self._other_attempts(chunk_bytes))
+
+        async def here() -> list[_Holder]:
+            return self._having(image, await self._memory.here(self._manifest))
+
+        async def elsewhere() -> list[_Holder]:
+            return self._having(image, await self._memory.elsewhere(self._manifest))
+
+        return _Holders(places, [attempts, here, elsewhere])
+
+    def _having(self, image: ImageRecord, snapshots: Sequence[Snapshot]) -> list[_Holder]:
+        rank = self._record.rank
+        return [
+            _Holder(one.label, _of_snapshot(one, rank, image.name))
+            for one in snapshots
+            if rank in one.ranks and one.has(rank, image.name)
+        ]
 
     async def _other_attempts(self, chunk_bytes: int) -> list[DurableSource]:
         """The other places at which another attempt counts: before a synthetic full, say, or after it."""
@@ -173,15 +200,15 @@ def _of_place(place: Backend, name: str) -> Read:
     return read
 
 
-def _of_source(source: ArenaSource | DurableSource, rank: int, image: str) -> Read:
+def _of_snapshot(snapshot: Snapshot, rank: int, image: str) -> Read:
     async def read(offset: int, view: memoryview) -> None:
-        await source.read_into(rank, image, offset, view)
+        await snapshot.read_into(rank, image, offset, view)
 
     return read
 
 
 async def _fill_right(
-    holders: Sequence[_Holder],
+    holders: _Holders,
     start: int,
     view: memoryview,
     stored: StoredRecord,
@@ -192,7 +219,9 @@ async def _fill_right(
     gets who it was. Gives the offset of a chunk that nobody has right."""
     wanted = list(range(start, start + len(view), chunk_bytes))
     whole = True
-    for holder in holders:
+    number = 0
+    while wanted and (holder := await holders.at(number)) is not None:
+        number += 1
         if whole:  # one read, as long as nothing of it is right yet
             wanted_now = await _try(holder, start, view, stored, chunk_bytes)
             whole = len(wanted_now) == len(wanted)
@@ -208,9 +237,7 @@ async def _fill_right(
                 else:
                     used[holder.label] = None
             wanted = left
-        if not wanted:
-            return None
-    return wanted[0]
+    return wanted[0] if wanted else None
 
 
 async def _try(

@@ -15,7 +15,9 @@ from everstep.format.manifest import Manifest
 from .findings import Finding, Kind, Severity
 from .fsck import WHOLE, Progress, Seen, check, finding_of
 from .fsck_images import Extent, Images
-from .repair import Memory, Repair, counting_manifest, no_memory, quarantine, release, repair
+from .memories import NO_MEMORY, Memory
+from .repair import Repair, counting_manifest, quarantine, release, repair
+from .repair_pins import drop_pins
 from .runs import open_run
 from .sources import DurableSource
 
@@ -77,13 +79,7 @@ def verdict(mended: Mended) -> Verdict:
 
 
 async def check_only(
-    place: Backend,
-    *,
-    others: Sequence[Backend] = (),
-    memory: Memory = no_memory,
-    step: int | None = None,
-    extent: Extent = WHOLE,
-    progress: Progress | None = None,
+    place: Backend, *, step: int | None = None, extent: Extent = WHOLE, progress: Progress | None = None
 ) -> Mended:
     """As :func:`check_and_mend`, without mending."""
     seen = Seen()
@@ -97,14 +93,15 @@ async def check_and_mend(
     place: Backend,
     *,
     others: Sequence[Backend] = (),
-    memory: Memory = no_memory,
+    memory: Memory = NO_MEMORY,
     step: int | None = None,
     extent: Extent = WHOLE,
     progress: Progress | None = None,
 ) -> Mended:
     """Check ``place`` and mend what is damaged there, from itself, ``others`` and ``memory``. A checkpoint that stays
     damaged is set aside, if another one of the lineage is whole and no delta that counts stands on it; one that was set
-    aside before and is whole now counts again. Crash-safe: calling it again goes on.
+    aside before and is whole now counts again. Pins that hold nothing, and never will, are removed. Crash-safe: calling
+    it again goes on.
 
     Raises as :func:`~.fsck.check` and :func:`~.repair.repair`.
     """
@@ -125,6 +122,10 @@ async def check_and_mend(
         now = Seen()
         mended.after = await _check_again(place, step, Extent(quick=True), now)
         mended.seen.manifests, mended.seen.counted = now.manifests, now.counted
+    dropped = await drop_pins(place, mended.after, others)
+    gone = {one.name for one in dropped}
+    mended.after = [finding for finding in mended.after if finding.name not in gone]
+    mended.done += dropped
     return mended
 
 

@@ -21,8 +21,8 @@ from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote, encode_vote, vo
 
 from .asking import reading
 from .catalog import list_steps, read_layout, read_vote
+from .memories import Memory, Snapshot
 from .mirror import read_small
-from .sources import ArenaSource
 
 PIECE_BYTES = 8 << 20
 """One read of an image whose hashes are taken anew."""
@@ -41,32 +41,39 @@ async def remade_votes(
     target: Backend,
     manifest: Manifest,
     record: RankRecord,
-    memory: Sequence[ArenaSource],
+    memory: Memory,
     chunk_bytes: int,
 ) -> AsyncIterator[tuple[bytes, str]]:
     """Bytes that may be the vote of the rank of ``record``, and of what they were made: from the vote's own index where
-    only its header is damaged; from the snapshot in memory; from the images, whose hashes are taken anew, and what
-    the manifest and neighbouring votes say. The caller proves them. Raises CannotTell."""
+    only its header is damaged; from the snapshot in this node's memory; from the images, whose hashes are taken anew,
+    and what the manifest and neighbouring votes say; from snapshots in other nodes' memory. The caller proves them.
+    Raises CannotTell."""
     place = manifest.step, manifest.incarnation, manifest.attempt, record.rank
     with suppress(NotFound, Damaged):
         data = await read_small(target, names.vote(*place))
         vote = vote_of_index(data, place, manifest.world, record.layout_hash, names.vote(*place))
         yield encode_vote(vote), "its header, from its index"
-    for source in memory:
-        if record.rank in source.ranks:
-            with suppress(EverstepError):
-                images = tuple((await source.records(record.rank)).values())
-                meta = await source.meta(record.rank)
-                yield _encoded(manifest, record, images, meta), f"from {source.label}"
-    try:
+    async for found in _of_snapshots(await memory.here(manifest), manifest, record):
+        yield found
+    with suppress(NotFound, Damaged):
         images = await _hashed(target, record, place, chunk_bytes)
-    except (NotFound, Damaged):
-        return
-    if sum(image.nbytes for image in images) != record.nbytes:
-        return
-    neighbours = await _neighbours(target, manifest, record.rank)
-    for meta in _metas(manifest, record.rank, neighbours):
-        yield _encoded(manifest, record, images, meta), "from its images, and what the manifest says"
+        if sum(image.nbytes for image in images) == record.nbytes:
+            neighbours = await _neighbours(target, manifest, record.rank)
+            for meta in _metas(manifest, record.rank, neighbours):
+                yield _encoded(manifest, record, images, meta), "from its images, and what the manifest says"
+    async for found in _of_snapshots(await memory.elsewhere(manifest), manifest, record):
+        yield found
+
+
+async def _of_snapshots(
+    snapshots: Sequence[Snapshot], manifest: Manifest, record: RankRecord
+) -> AsyncIterator[tuple[bytes, str]]:
+    for snapshot in snapshots:
+        if record.rank in snapshot.ranks:
+            with suppress(EverstepError):
+                images = tuple((await snapshot.records(record.rank)).values())
+                meta = await snapshot.meta(record.rank)
+                yield _encoded(manifest, record, images, meta), f"from {snapshot.label}"
 
 
 def _encoded(
@@ -101,6 +108,9 @@ async def _record(target: Backend, image: str, nbytes: int, name: str, chunk_byt
     hasher = ChunkHasher(chunk_bytes)
     room = mmap.mmap(-1, PIECE_BYTES)
     with reading(target, name):
+        there = await target.size(name)
+        if there < nbytes:
+            raise Damaged(f"{name}: ends too early", found=there, expected=nbytes, name=name)
         for start in range(0, nbytes, PIECE_BYTES):
             view = memoryview(room)[: min(PIECE_BYTES, nbytes - start)]
             await target.read_into(name, start, view)

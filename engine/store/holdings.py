@@ -9,17 +9,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .errors import Damaged, Pruned
-from .format.names import copy_region, shared_with
-from .format.vote import STATE_IMAGE, ImageRecord
-from .memory.arena import Arena
-from .memory.control import IMAGE_PREFIX, STATE_REGION, Purpose
-from .memory.errors import ArenaGone
-from .memory.header import Kind
-from .memory.joined import AnyPin, Joined, records_of
-from .memory.slots import Pinned, SlotGone, SnapshotInfo
-from .store.flush import LAYOUT_REGION, META_REGION
-from .store.proving import check_record
+from everstep.errors import Damaged, Pruned
+from everstep.format.names import copy_region, shared_with
+from everstep.format.vote import STATE_IMAGE, ImageRecord
+from everstep.memory.arena import Arena
+from everstep.memory.control import IMAGE_PREFIX, STATE_REGION, Purpose
+from everstep.memory.errors import ArenaGone
+from everstep.memory.header import Kind
+from everstep.memory.joined import AnyPin, Joined, records_of
+from everstep.memory.slots import Pinned, SlotGone, SnapshotInfo
+
+from .flush import LAYOUT_REGION, META_REGION
+from .proving import check_record
 
 Key = tuple[int, int]
 """(incarnation, step)"""
@@ -61,7 +62,7 @@ class Found:
     def key(self) -> Key:
         return self.incarnation, self.step
 
-    def pin(self, pins: _Pins) -> AnyPin:
+    def pin(self, pins: Pins) -> AnyPin:
         """Pins on all slots that it lies in. SlotGone, ArenaGone, Damaged."""
         slot = pins.on(self.slot)
         if self.kind is Kind.OWN:
@@ -69,7 +70,7 @@ class Found:
         return Joined(slot, {image: (pins.on(at), region) for image, (at, region) in self.elsewhere.items()})
 
 
-class _Pins:
+class Pins:
     """One pin on each slot, until ``stack`` ends: several snapshots may have images in one."""
 
     def __init__(self, stack: ExitStack) -> None:
@@ -194,7 +195,7 @@ def pin_copies(
     rank has several of a kind, the others come in sets of their own. Pruned if one went away."""
     copies: list[Copies] = []
     counts: Counter[int] = Counter()
-    pins = _Pins(stack)
+    pins = Pins(stack)
     for one in found:
         if one.key != key or (ranks is not None and one.rank not in ranks):
             continue
