@@ -340,7 +340,11 @@ async def _manifest(
             finding_of_gather = await _gather(run, found, manifest, parsed.rank)
             if finding_of_gather is not None:
                 yield finding_of_gather
-        elif parsed is not None and name not in images.named:
+        elif (
+            parsed is not None
+            and name not in images.named
+            and (*found.place, parsed.rank) not in images.unnamed
+        ):
             yield Finding(
                 Severity.INFO,
                 Kind.FOREIGN,

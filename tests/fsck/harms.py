@@ -14,6 +14,7 @@ from enum import Enum
 from pathlib import Path
 from unittest.mock import patch
 
+from everstep.backends.errors import Permanent
 from everstep.backends.files import LocalBackend
 from everstep.errors import EverstepError
 from everstep.format import names
@@ -65,6 +66,22 @@ class Harm:
     """The steps that fsck must say cannot be loaded any more."""
     quick: bool
     """fsck is asked for sizes and records alone."""
+    silent: tuple[str, str] | None
+    """The method of the backend, and the name, for which the storage gives no answer."""
+
+    def open(self, root: Path) -> LocalBackend:
+        backend = LocalBackend(root)
+        if self.silent is not None:
+            method, silent = self.silent
+            really = getattr(backend, method)
+
+            async def ask(name: str = "", *more: object) -> object:
+                if name == silent:
+                    raise Permanent(name, "no answer")
+                return await really(name, *more)
+
+            setattr(backend, method, ask)
+        return backend
 
 
 HARMS: dict[str, Harm] = {}
@@ -77,6 +94,7 @@ def harm(
     beside: Reach | None = None,
     hurts: tuple[int, ...] = (),
     quick: bool = False,
+    silent: tuple[str, str] | None = None,
 ) -> Callable[[Callable[[Path], None]], Callable[[Path], None]]:
     """Register what makes the harm. A name alone stands for a damaged object; "LAYOUT" for the layout of rank 0."""
 
@@ -86,7 +104,7 @@ def harm(
 
     def register(make: Callable[[Path], None]) -> Callable[[Path], None]:
         assert what not in HARMS
-        HARMS[what] = Harm(make, expected, alone, beside or alone, frozenset(hurts), quick)
+        HARMS[what] = Harm(make, expected, alone, beside or alone, frozenset(hurts), quick, silent)
         return make
 
     return register
@@ -395,6 +413,51 @@ harm("a tensor that is not stored whole", FIFTH, alone=ASIDE, hurts=(5,))(
 )
 harm("a tensor that is stored twice", FIFTH, alone=ASIDE, hurts=(5,))(lambda root: _tiled_as(root, _Twice()))
 
+
+@harm(
+    "a vote and its layout missing",
+    ("damage", "missing", VOTE),
+    ("damage", "missing", "LAYOUT"),
+    beside=MENDED,
+    hurts=ALL,
+)
+def _two_missing(root: Path) -> None:
+    (root / layout_of(root)).unlink()
+    (root / VOTE).unlink()
+
+
+FIRST_STATE = names.state(*place(LAST), 0)
+
+
+@harm(
+    "a vote and its layout missing, and a state image cut",
+    ("damage", "missing", VOTE),
+    ("damage", "missing", "LAYOUT"),
+    FIRST_STATE,
+    beside=MENDED,
+    hurts=ALL,
+)
+def _three(root: Path) -> None:
+    _two_missing(root)
+    cuts(FIRST_STATE)(root)
+
+
+PACKED_VOTE, PACKED_STATE = names.vote(*place(PACKED), 0), names.state(*place(PACKED), 0)
+
+
+@harm(
+    "a packed image's vote missing and a state image cut",
+    ("damage", "missing", PACKED_VOTE),
+    PACKED_STATE,
+    alone=ASIDE,
+    beside=MENDED,
+    hurts=(PACKED,),
+)
+def _packed_unproved(root: Path) -> None:
+    (root / PACKED_VOTE).unlink()
+    cuts(PACKED_STATE)(root)
+
+
 # -- images
 
 harm("a bit of an image's header", IMAGE, alone=ASIDE, beside=MENDED, hurts=(LAST,))(flips(IMAGE, 3))
@@ -517,3 +580,27 @@ for what, name in {
     "an image": IMAGE,
 }.items():
     harm(f"no answer for {what}", ("cannot-tell", "cannot-tell", name))(_in_the_way(name))
+
+
+UNANSWERED = {
+    "the records": ("list_names", names.INCARNATIONS),
+    "the checkpoints": ("list_names", names.CHECKPOINTS),
+    "the pins": ("list_names", names.PINS),
+    "what writers left": ("leftovers", ""),
+}
+for what, silent in UNANSWERED.items():
+    harm(f"no answer for {what}", ("cannot-tell", "cannot-tell", silent[1]), silent=silent)(lambda root: None)
+harm(
+    "no answer for a layout that nothing needs",
+    ("cannot-tell", "cannot-tell", UNNEEDED),
+    silent=("read", UNNEEDED),
+)(lambda root: _put(root / UNNEEDED, b"x"))
+harm("no answer for gathered votes", ("cannot-tell", "cannot-tell", GATHER), silent=("read", GATHER))(
+    lambda root: on(root, _gather)
+)
+
+
+@harm("no answer for the vote of an attempt", ("cannot-tell", "cannot-tell", names.vote(5, 2, 1, 0)))
+def _no_vote(root: Path) -> None:
+    _in_flight(root)
+    _in_the_way(names.vote(5, 2, 1, 0))(root)
