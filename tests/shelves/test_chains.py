@@ -319,3 +319,31 @@ def test_two_rotations_side_by_side(tmp_path: Path) -> None:
         await other.close()
 
     kit.with_run(tmp_path, work)
+
+
+@pytest.mark.parametrize("point", ["rotate.tombstoned", "rotate.deleted.votes"])
+def test_what_is_adopted_meanwhile_comes_back_or_is_seen_to_be_gone(tmp_path: Path, point: str) -> None:
+    """By a rotator that does not know of the new incarnation: the look behind its tombstones tells it."""
+
+    async def work(backend: LocalBackend) -> None:
+        for step in (1, 2, 3):
+            await kit.save(backend, step)
+        stood: list[bool] = []
+
+        async def adopt() -> None:
+            other = LocalBackend(tmp_path)
+            await store_kit.adopt(other, 1, 1)
+            stood.append(isinstance(await read_decision(other, await list_step(other, 1, 1)), Manifest))
+            await other.close()
+
+        ended = kit.on_point(point, adopt)
+        report = await kit.prune(backend)
+        await ended()
+        late = point == "rotate.deleted.votes"
+        assert stood == [not late]  # whoever adopted it looks once more, and goes on from what is there
+        assert kit.reasons(report) == (
+            {} if late else {(1, 1): "incarnation 2 adopted it, and nothing newer is complete"}
+        )
+        assert await kit.check(backend) == ({(1, 3)} if late else {(1, 1), (1, 3)})
+
+    kit.with_run(tmp_path, work)
