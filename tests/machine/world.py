@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
 import numpy as np
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, StateMismatch
 from everstep.format.layout import Box, EntrySpec, Layout, Scope, build_layout, encode, layout_hash
 from everstep.format.vote import STATE_IMAGE
 from everstep.plan.reads import plan_reads
@@ -200,12 +200,33 @@ async def compare(sources: list[DurableSource], held: Held) -> None:
     """Load all ranks from ``sources``, nearest first, and compare every byte. Raises what loads do."""
     layouts = [layout_of(held.shape, rank) for rank in range(WORLD)]
     for rank, layout in enumerate(layouts):
-        reads = plan_reads(layout.entries, layouts, rank)
-        found = [bytearray(len(held.values[rank, entry.key])) for entry in layout.entries]
-        await fill(sources, reads, {index: memoryview(data) for index, data in enumerate(found)})  # type: ignore[arg-type]
-        for entry, data in zip(layout.entries, found, strict=True):
-            assert data == held.values[rank, entry.key], f"step {sources[0].step} rank {rank} {entry.key}"
+        await _compare(sources, held, layouts, rank, layout)
         assert await _state(sources, rank) == held.state(rank)
+    await _by_name(sources, held, layouts)
+
+
+async def _compare(
+    sources: list[DurableSource], held: Held, layouts: list[Layout], rank: int, wanted: Layout
+) -> None:
+    reads = plan_reads(wanted.entries, layouts, rank)
+    found = [bytearray(len(held.values[rank, entry.key])) for entry in wanted.entries]
+    await fill(sources, reads, {index: memoryview(data) for index, data in enumerate(found)})  # type: ignore[arg-type]
+    for entry, data in zip(wanted.entries, found, strict=True):
+        assert data == held.values[rank, entry.key], f"step {sources[0].step} rank {rank} {entry.key}"
+
+
+async def _by_name(sources: list[DurableSource], held: Held, layouts: list[Layout]) -> None:
+    """By who has one tensor less, or calls one otherwise: each gets what is his by its name, or hears that it is not
+    there."""
+    if held.shape.flags:
+        await _compare(sources, held, layouts, 0, layout_of(held.shape.changed("drop"), 0))
+    renamed = held.shape.changed("rename")
+    try:
+        plan_reads(layout_of(renamed, 0).entries, layouts, 0)
+    except StateMismatch as error:
+        assert renamed.moment in str(error), error
+    else:
+        raise AssertionError(f"{renamed.moment} was found, which was {held.shape.moment}")
 
 
 async def _state(sources: list[DurableSource], rank: int) -> bytes:

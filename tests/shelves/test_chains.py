@@ -347,3 +347,26 @@ def test_what_is_adopted_meanwhile_comes_back_or_is_seen_to_be_gone(tmp_path: Pa
         assert await kit.check(backend) == ({(1, 3)} if late else {(1, 1), (1, 3)})
 
     kit.with_run(tmp_path, work)
+
+
+@pytest.mark.parametrize("tombstones", [1, 2])
+def test_a_writer_that_is_superseded_behind_its_tombstones_takes_them_back(
+    tmp_path: Path, tombstones: int
+) -> None:
+    """Nothing is deleted yet."""
+
+    async def work(backend: LocalBackend) -> None:
+        for step in (1, 2, 3):
+            await kit.save(backend, step)
+        reached: list[str] = []
+        points.hook = lambda name, detail: reached.append(name)
+
+        async def is_superseded() -> bool:
+            return reached.count("rotate.tombstoned") == tombstones
+
+        plan = (await Shelf().look(backend)).plan(Retention(1))
+        report = await rotate(backend, plan, is_superseded=is_superseded)
+        assert report.superseded and not report.removed
+        assert await kit.check(backend) == {(1, 1), (1, 2), (1, 3)}
+
+    kit.with_run(tmp_path, work)
