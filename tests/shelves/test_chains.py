@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from everstep.format.manifest import Abort, Manifest, Tombstone, encode_decision
 from everstep.plan.retention import Retention, RetentionPlan
 from everstep.store.catalog import list_step, read_decision
 from everstep.store.commit import try_commit
+from everstep.store.findings import Severity
+from everstep.store.fsck import check as fsck
 from everstep.store.pins import add_pin
 from everstep.store.rotate import rotate
 from everstep.store.shelf import Shelf
@@ -368,5 +371,69 @@ def test_a_writer_that_is_superseded_behind_its_tombstones_takes_them_back(
         report = await rotate(backend, plan, is_superseded=is_superseded)
         assert report.superseded and not report.removed
         assert await kit.check(backend) == {(1, 1), (1, 2), (1, 3)}
+
+    kit.with_run(tmp_path, work)
+
+
+class Interrupted(LocalBackend):
+    """Another process is at work after the first vote is deleted."""
+
+    def __init__(self, root: Path, other: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(root)
+        self.other: Callable[[], Awaitable[None]] | None = other
+
+    async def delete(self, names: Iterable[str]) -> None:
+        first, *rest = [*names] or [""]
+        if first.endswith(".vote") and self.other is not None:
+            other, self.other = self.other, None
+            await super().delete([first])
+            await other()
+            await super().delete(rest)
+        else:
+            await super().delete([first, *rest] if first else [])
+
+
+def test_what_another_rotation_puts_back_while_it_is_deleted_does_not_stand(tmp_path: Path) -> None:
+    """It finds graves of which the newest has lost a vote already, and takes those below for what that stands on."""
+
+    async def work(backend: LocalBackend) -> None:
+        full = await kit.save(backend, 1)
+        delta = await kit.save(backend, 2, full)
+        await kit.save(backend, 3, delta)
+        await kit.save(backend, 4)
+        put_back: list[bool] = []
+
+        async def rotation() -> None:
+            other = LocalBackend(tmp_path)
+            await kit.prune(other)
+            put_back.append((1, 1) in await kit.standing(other))
+            await other.close()
+
+        first = Interrupted(tmp_path, rotation)
+        await kit.prune(first)
+        await first.close()
+        assert put_back == [True]
+        assert await kit.check(backend) == {(1, 4)}
+        await kit.prune(backend)
+        assert await kit.check(backend) == {(1, 4)}
+        assert [finding async for finding in fsck(backend) if finding.severity is not Severity.INFO] == []
+
+    kit.with_run(tmp_path, work)
+
+
+def test_what_lost_its_votes_while_it_was_put_back_is_buried_again(tmp_path: Path) -> None:
+    async def work(backend: LocalBackend) -> None:
+        for step in (1, 2):
+            await kit.save(backend, step)
+        plan = (await Shelf().look(backend)).plan(Retention(1))
+        await add_pin(backend, (1, 1))
+
+        async def delete() -> None:
+            (tmp_path / names.vote(1, 1, 1, 1)).unlink()
+
+        ended = kit.on_point("rotate.looked", delete)
+        await rotate(backend, plan, is_superseded=store_kit.not_superseded)
+        await ended()
+        assert await kit.check(backend) == {(1, 2)}
 
     kit.with_run(tmp_path, work)
