@@ -16,7 +16,23 @@ from everstep.store.findings import Finding, Severity, exit_code
 from everstep.store.fsck_images import Extent
 from everstep.store.repair_run import Mended, check_and_mend, check_only, verdict
 
-from tests.fsck.harms import HARMS, KEYS, Harm, Reach, held_of, make_run, on
+from tests.fsck.harms import (
+    DELTA_OBJECT,
+    FIRST,
+    HARMS,
+    IMAGE,
+    KEYS,
+    MANIFEST,
+    STATE,
+    VOTE,
+    Harm,
+    Reach,
+    flip,
+    held_of,
+    layout_of,
+    make_run,
+    on,
+)
 from tests.machine import engine
 from tests.store import store_kit as kit
 
@@ -185,3 +201,26 @@ def test_a_chain_comes_back_from_its_full_one_on(tmp_path: Path) -> None:
     mended = look(root, harm, tier, mend=True)
     assert said(mended.after) == set()
     assert files(root) == files(tier)
+
+
+@pytest.mark.parametrize("name", [names.RUN, FIRST, MANIFEST, VOTE, STATE, DELTA_OBJECT, "LAYOUT"])
+def test_nothing_is_taken_that_is_wrong(whole: Path, tmp_path: Path, name: str) -> None:
+    """What is missing here is damaged there, so that it is read well and fits in size."""
+    root, tier = tmp_path / "run", tmp_path / "tier"
+    shutil.copytree(whole, root)
+    shutil.copytree(whole, tier)
+    name = layout_of(whole) if name == "LAYOUT" else name
+    if name == names.RUN:
+        flip(root / name, 30)
+    else:
+        (root / name).unlink()
+    if name == VOTE:  # else it is made anew from its images
+        flip(root / IMAGE, -5)
+        flip(tier / IMAGE, -5)
+        HARMS["a vote that is right in itself"].make(tier)
+    else:
+        flip(tier / name, 40)
+    wrong = (tier / name).read_bytes()
+    harm = HARMS["an image missing"]
+    look(root, harm, tier, mend=True)
+    assert not (root / name).exists() or (root / name).read_bytes() != wrong
