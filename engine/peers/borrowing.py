@@ -100,19 +100,17 @@ class Neighbour:
                 raise
 
     def _open(self) -> Link:
-        if self._link is None:
-            mine = self._credentials
-            self._link = connect(
-                self.host,
-                self.port,
-                mine.secret,
-                mine.run_id,
-                me=mine.me,
-                timeout_s=CONNECT_S,
-                io_s=self._answer_s,
+        link = self._link
+        if link is None:
+            mine, answer_s = self._credentials, self._answer_s
+            link = connect(
+                self.host, self.port, mine.secret, mine.run_id, me=mine.me, timeout_s=CONNECT_S, io_s=answer_s
             )
-            self._key = None
-        return self._link
+            self._link, self._key = link, None
+            if self.error is not None:  # given up meanwhile
+                self.close()
+                raise PeerLost(f"node {self.name} is not waited for any more", node=self.name)
+        return link
 
     def _borrow(self, key: Key) -> Lent:
         link = self._open()
@@ -176,6 +174,9 @@ class NeighbourSnapshot:
 
     async def meta(self, rank: int) -> dict[str, Any]:
         return read_meta(await self._small("meta", rank), f"{self.label}, meta of rank {rank}")
+
+    async def layout_bytes(self, rank: int) -> bytes:
+        return await self._small("layout", rank)
 
     async def read_into(self, rank: int, image: str, offset: int, view: memoryview) -> None:
         for start in range(0, len(view), TAKE_BYTES_MAX):

@@ -21,7 +21,7 @@ from everstep.memory.control import IMAGE_PREFIX, STATE_REGION
 from everstep.memory.directory import find_arenas
 from everstep.memory.header import Kind
 from everstep.memory.joined import AnyPin
-from everstep.store.flush import META_REGION
+from everstep.store.flush import LAYOUT_REGION, META_REGION
 from everstep.store.holdings import Found, Pins, look_in_memory
 
 from .link import Link
@@ -31,7 +31,7 @@ from .rate import Rate
 
 LOANS_MAX = 4
 """Connections over which this node gives at once; each has at most one answer in memory."""
-IDLE_S = 60.0
+IDLE_S = 10.0
 """How long one of them may say nothing."""
 
 Lots = dict[tuple[int, int], Found]
@@ -120,6 +120,8 @@ def _copied(lots: Lots, take: Take) -> bytes:
         pin = found.pin(Pins(stack))
         if take.what == "meta":
             data = bytes(pin.view(META_REGION))
+        elif take.what == "layout":
+            data = bytes(pin.view(LAYOUT_REGION))
         elif take.what == "records":
             data = encode_records(pin.sealed() or ())
         else:

@@ -10,12 +10,12 @@ TAKE_BYTES_MAX = 8 << 20
 """Bytes of an image in one answer: they are copied out of the slot first, so that no slot is held while they are
 sent."""
 SMALL_BYTES_MAX = 64 << 20
-"""Of a rank's records, or of what it said of its snapshot."""
+"""Of what is given whole: a rank's records, its layout, what it said of its snapshot."""
 
 Key = tuple[int, int]
 """(incarnation, step)."""
 
-What = Literal["image", "records", "meta"]
+What = Literal["image", "records", "meta", "layout"]
 
 
 class Borrow(Message, frozen=True):
@@ -34,7 +34,8 @@ class Lent(Message, frozen=True):
 
 
 class Take(Message, frozen=True):
-    """Of one of these: an image (or the state) from ``offset`` on, or the table of its records, or its meta."""
+    """Of one of these: an image (or the state) from ``offset`` on; or the table of its records, its meta, its
+    layout."""
 
     rank: int
     copy: int

@@ -9,19 +9,27 @@ from everstep.format.manifest import Manifest
 from everstep.format.vote import ImageRecord
 
 
-class Snapshot(Protocol):
-    """One holder's snapshots of ``ranks``. Whoever reads them proves what they give; each may raise EverstepError."""
+class Images(Protocol):
+    """One holder's images of ``ranks``. Whoever reads them proves what they give; each may raise EverstepError."""
 
     label: str
     ranks: frozenset[int]
 
     def has(self, rank: int, image: str) -> bool: ...
 
+    async def read_into(self, rank: int, image: str, offset: int, view: memoryview) -> None: ...
+
+
+class Snapshot(Images, Protocol):
+    """One holder's snapshots, with what else lies in a slot."""
+
     async def records(self, rank: int) -> Mapping[str, ImageRecord]: ...
 
     async def meta(self, rank: int) -> dict[str, Any]: ...
 
-    async def read_into(self, rank: int, image: str, offset: int, view: memoryview) -> None: ...
+    async def layout_bytes(self, rank: int) -> bytes:
+        """The layout, not compressed."""
+        ...
 
 
 class Memory(Protocol):

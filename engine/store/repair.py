@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 from everstep.backends.api import Backend
 from everstep.backends.errors import NotFound
 from everstep.backends.points import reach
-from everstep.errors import Damaged, RunError
+from everstep.errors import Damaged, EverstepError, RunError
 from everstep.format import names
-from everstep.format.layout import proved
+from everstep.format.layout import compress, layout_hash, proved
 from everstep.format.manifest import Abort, Manifest, Quarantine, decode_decision
 from everstep.format.names import Kind as Name
 from everstep.format.records import decode_incarnation, decode_run
@@ -85,7 +85,7 @@ async def repair(
         if kind in (Name.RUN, Name.INCARNATION):
             await work.record(finding.name)
         elif kind is Name.LAYOUT:
-            await work.layout(finding.name)
+            await work.layout(finding)
         elif kind is Name.DECISION and finding.kind is not Kind.UNDECIDED:
             await work.decision(finding)
         elif finding.kind is Kind.UNDECIDED:
@@ -123,7 +123,9 @@ class _Work:
 
         await self._take(name, is_good, await self._same_run())
 
-    async def layout(self, name: str) -> None:
+    async def layout(self, finding: Finding) -> None:
+        """As another place has it, or a slot of a checkpoint that needs it."""
+        name = finding.name
         parsed = names.parse(name)
         assert parsed is not None
         assert parsed.hash is not None
@@ -133,7 +135,26 @@ class _Work:
             proved(data, hash_text, name)
             return True
 
-        await self._take(name, is_good, self._others)
+        if not await self._take(name, is_good, self._others):
+            await self._layout_from_memory(finding, hash_text)
+
+    async def _layout_from_memory(self, finding: Finding, hash_text: str) -> None:
+        manifest = None
+        if finding.step is not None and finding.incarnation is not None:
+            manifest = await counting_manifest(self.target, (finding.step, finding.incarnation))
+        if manifest is None:
+            return
+        ranks = {record.rank for record in manifest.ranks if record.layout_hash == hash_text}
+        for look in (self._memory.here, self._memory.elsewhere):
+            for snapshot in await look(manifest):
+                for rank in sorted(ranks & snapshot.ranks):
+                    try:
+                        encoded = await snapshot.layout_bytes(rank)
+                    except EverstepError:
+                        continue
+                    if layout_hash(encoded) == hash_text:
+                        await self.put(finding.name, compress(encoded), f"from {snapshot.label}")
+                        return
 
     async def decision(self, finding: Finding) -> None:
         """As another place has it; else, where its attempt has all its votes, decided anew."""

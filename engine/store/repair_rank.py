@@ -20,7 +20,7 @@ from everstep.format.vote import ImageRecord, StoredRecord, Vote, decode_vote, v
 
 from .asking import writing
 from .catalog import list_step, read_decision
-from .memories import Memory, Snapshot
+from .memories import Images, Memory
 from .mirror import read_small
 from .revote import remade_votes
 from .sources import DurableSource, bases_at
@@ -172,11 +172,11 @@ class Share:
 
         return _Holders(places, [attempts, here, elsewhere])
 
-    def _having(self, image: ImageRecord, snapshots: Sequence[Snapshot]) -> list[_Holder]:
+    def _having(self, image: ImageRecord, holders: Sequence[Images]) -> list[_Holder]:
         rank = self._record.rank
         return [
-            _Holder(one.label, _of_snapshot(one, rank, image.name))
-            for one in snapshots
+            _Holder(one.label, _of_images(one, rank, image.name))
+            for one in holders
             if rank in one.ranks and one.has(rank, image.name)
         ]
 
@@ -200,9 +200,9 @@ def _of_place(place: Backend, name: str) -> Read:
     return read
 
 
-def _of_snapshot(snapshot: Snapshot, rank: int, image: str) -> Read:
+def _of_images(images: Images, rank: int, image: str) -> Read:
     async def read(offset: int, view: memoryview) -> None:
-        await snapshot.read_into(rank, image, offset, view)
+        await images.read_into(rank, image, offset, view)
 
     return read
 

@@ -356,14 +356,19 @@ class ArenaSource:
 
     async def layout(self, rank: int) -> Layout:
         pinned, name = self._pins[rank], f"slot of rank {rank}, layout"
-        encoded = bytes(pinned.view(LAYOUT_REGION))
-        pinned.check()
+        encoded = await self.layout_bytes(rank)
         found = layout_hash(encoded)
         if found != pinned.info.layout_hash:
             raise Damaged(f"{name} is damaged", found=found, expected=pinned.info.layout_hash, name=name)
         layout = await once(self._layouts, found, lambda: asyncio.to_thread(decode, encoded))
         check_images(layout, await self.records(rank), name)
         return layout
+
+    async def layout_bytes(self, rank: int) -> bytes:
+        """The layout as it lies in the slot; not verified."""
+        encoded = bytes(self._pins[rank].view(LAYOUT_REGION))
+        self._pins[rank].check()
+        return encoded
 
     async def records(self, rank: int) -> dict[str, ImageRecord]:
         return await once(self._records, rank, lambda: asyncio.to_thread(self._seal, rank))

@@ -25,6 +25,7 @@ from everstep.peers.sender import send_snapshot
 from tests.store import store_kit as kit
 
 SECRET = "of this run's agents alone"
+SLOTS = 3
 SLOT_BYTES = 256 << 10
 SOON_S = 10.0
 
@@ -89,7 +90,7 @@ class Node:
             node=self.name,
             rank=rank,
             world=kit.WORLD,
-            slots=3,
+            slots=SLOTS,
             slot_bytes=SLOT_BYTES,
             chunk_bytes=kit.CHUNK,
         )
@@ -113,6 +114,29 @@ class Node:
             send_snapshot(
                 link, pin, pin.sealed() or (), run_id=self.run_id, world=kit.WORLD, slot_bytes=SLOT_BYTES
             )
+
+    def reuse(self) -> None:
+        """Newer snapshots take the place of what its own ranks had."""
+        for pin in self._pins:
+            pin.release()
+        self._pins = []
+        for arena in self._arenas:
+            [newest] = [one.step for one in arena.snapshots()]
+            for step in range(newest + 1, newest + 1 + SLOTS):
+                slot = arena.begin(1, step, complete=(1, step - 1))
+                assert slot is not None
+                slot.place([("meta", 8)])
+                slot.publish("")
+            assert newest not in [one.step for one in arena.snapshots()]
+
+    def slow(self) -> None:
+        """From now on it is not the nearest."""
+
+        def serve(link: Link, borrow: Borrow) -> None:
+            self._end.wait(0.2)
+            self.lender.serve(link, borrow)
+
+        self.serve = serve
 
     def forget(self) -> None:
         """What its own ranks had is gone."""

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from everstep.backends.files import LocalBackend
 from everstep.format import names
+from everstep.format.manifest import Manifest, decode_decision
 from everstep.neighbours import RunMemory
 from everstep.peers import borrowing, greeting, lending
 from everstep.peers.messages import failed
@@ -27,6 +28,7 @@ from everstep.store import fsck
 from everstep.store.findings import Kind, Severity
 from everstep.store.repair_run import Mended, check_and_mend
 
+from tests.peers.test_wire_greeting import make_certificates, needs_openssl, use
 from tests.repair.damages import cut, empty, flip, remove
 from tests.repair.nodes import SECRET, Node, regions_of
 from tests.store import store_kit as kit
@@ -140,6 +142,12 @@ def command(run: Run, *args: str, **environment: str) -> subprocess.CompletedPro
     )
 
 
+def layout_of(root: Path, rank: int) -> Path:
+    manifest = decode_decision((root / names.decision(STEP, 1, 1)).read_bytes(), "manifest")
+    assert isinstance(manifest, Manifest)
+    return root / names.layout(manifest.ranks[rank].layout_hash)
+
+
 def loads(root: Path) -> bool:
     async def go() -> bool:
         backend = LocalBackend(root)
@@ -186,6 +194,29 @@ def test_whole_images_states_and_votes_of_what_is_kept_for_another_node(
         "from memory of node first",
         f"from {LocalBackend(run.root).url}, memory of node first",
     }
+
+
+@pytest.mark.parametrize("where", ["memory", "there"])
+@pytest.mark.parametrize("harm", [remove, flip(-3)])
+def test_a_layout_comes_from_a_slot(run: Run, where: str, harm: Callable[[Path], None]) -> None:
+    """This node's, or another's; whoever has another layout under that name gives nothing."""
+    wrong = run.node("wrong")
+    regions = regions_of(STEP, 0)
+    regions["layout"][-5] ^= 1
+    wrong.has(STEP, 0, regions=regions)
+    node = run.node(where)
+    node.has(STEP, 0)
+    for one in (wrong, node):
+        one.beacon()
+    layout = layout_of(run.root, 0)
+    harm(layout)
+    mended = run.mend()
+    assert damage(mended) == [], mended
+    assert run.is_right() and loads(run.root)
+    assert [one.how for one in mended.done] == [
+        f"from memory of {'this node' if where == 'memory' else 'node there'}"
+    ]
+    assert (wrong.asked == []) == (where == "memory")
 
 
 def test_a_copy_that_is_wrong_is_not_taken(run: Run) -> None:
@@ -276,6 +307,24 @@ def test_without_the_secret_nobody_is_asked(run: Run, monkeypatch: pytest.Monkey
     assert "run's agents" not in "".join(told(mended))
 
 
+@needs_openssl
+def test_where_agents_speak_tls_whoever_mends_must(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_certificates(tmp_path / "tls", "run")
+    use(monkeypatch, tmp_path / "tls")
+    there = run.node("there")
+    there.has(STEP, 0)
+    there.beacon()
+    flip(-5)(run.root / IMAGE)
+    use(monkeypatch, None)
+    mended = run.mend()
+    assert damage(mended) == [IMAGE] and there.asked == []
+    assert "TLS is set up on one side only" in told(mended)[0]
+    use(monkeypatch, tmp_path / "tls")
+    assert damage(run.mend()) == [] and run.is_right()
+
+
 def test_agents_that_listen_to_nobody_are_told(run: Run) -> None:
     run.node("there").beacon(None)
     flip(-5)(run.root / IMAGE)
@@ -341,19 +390,21 @@ def test_a_slot_that_was_reused_is_not_given(run: Run, monkeypatch: pytest.Monke
     for node in (gone, there):
         node.has(STEP, 0)
         node.beacon()
+    there.slow()
     give = gone.lender._give
+    reused = []
 
-    def reused(link: Any, lots: Any, take: Any) -> None:
-        gone.forget()
+    def later(link: Any, lots: Any, take: Any) -> None:
+        gone.reuse()
+        reused.append(take)
         give(link, lots, take)
 
-    monkeypatch.setattr(gone.lender, "_give", reused)
+    monkeypatch.setattr(gone.lender, "_give", later)
     flip(-5)(run.root / IMAGE)
     mended = run.mend()
     assert damage(mended) == [] and told(mended) == []
-    assert run.is_right()
-    if gone.asked and not gone._arenas:
-        assert mended.done[0].how.endswith("memory of node there")
+    assert run.is_right() and len(reused) == 1
+    assert mended.done[0].how.endswith("memory of node there")
 
 
 def test_no_more_borrow_at_once_than_a_node_lends_to(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
