@@ -16,23 +16,8 @@ from everstep.store.findings import Finding, Severity, exit_code
 from everstep.store.fsck_images import Extent
 from everstep.store.repair_run import Mended, check_and_mend, check_only, verdict
 
-from tests.fsck.harms import (
-    DELTA_OBJECT,
-    FIRST,
-    HARMS,
-    IMAGE,
-    KEYS,
-    MANIFEST,
-    STATE,
-    VOTE,
-    Harm,
-    Reach,
-    flip,
-    held_of,
-    layout_of,
-    make_run,
-    on,
-)
+from tests.fsck.harms import DELTA_OBJECT, FIRST, HARMS, IMAGE, MANIFEST, STATE, VOTE
+from tests.fsck.run import KEYS, Harm, Reach, flip, held_of, layout_of, make_run, on
 from tests.machine import engine
 from tests.store import store_kit as kit
 
