@@ -191,6 +191,20 @@ class Checkpoints(Model):
         return work
 
     @precondition(lambda self: self.places[ROOT].standing)
+    @rule(place=PLACE, first=RETENTION, second=RETENTION, at=st.integers(0, 40))
+    def prune_twice(self, place: str, first: Retention, second: Retention, at: int) -> None:
+        """The agent's rotation, and an operator's prune while it is at work."""
+        if not self.places[place].path.exists() or self.places[place].harmed or self.records_harmed(ROOT):
+            return
+        keep = self.kept(place, first) & self.kept(place, second)
+        mine = self.pruning(place, first)
+        self.shelves = self.fresh_shelves()
+        self.process.run_both(mine, at, self.pruning(place, second))
+        self.look()
+        left = self.places[place].standing.keys()
+        assert keep <= left, f"{sorted(keep - left)} had to stay"
+
+    @precondition(lambda self: self.places[ROOT].standing)
     @rule(which=WHICH, place=PLACE, for_s=st.sampled_from([None, 30, 600]), kill=KILL)
     def pin(self, which: int, place: str, for_s: int | None, kill: int | None) -> None:
         if not self.places[place].standing:
