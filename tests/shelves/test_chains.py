@@ -437,3 +437,47 @@ def test_what_lost_its_votes_while_it_was_put_back_is_buried_again(tmp_path: Pat
         assert await kit.check(backend) == {(1, 2)}
 
     kit.with_run(tmp_path, work)
+
+
+class Noting(LocalBackend):
+    """Notes what is created and deleted, in order."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.done: list[tuple[str, str]] = []
+
+    async def create(self, name: str, data: bytes) -> None:
+        await super().create(name, data)
+        self.done.append(("create", name))
+
+    async def delete(self, names: Iterable[str]) -> None:
+        every = [*names]
+        self.done += [("delete", name) for name in every]
+        await super().delete(every)
+
+
+def test_tombstones_then_votes_then_images_then_decisions(tmp_path: Path) -> None:
+    """Whatever is cut off, what counts is whole, and what is not does not count."""
+
+    async def work(backend: LocalBackend) -> None:
+        full = await kit.save(backend, 1)
+        await kit.save(backend, 2, full)
+        await kit.save(backend, 3)
+        noting = Noting(tmp_path)
+        await kit.prune(noting)
+        await noting.close()
+
+        def rank(one: tuple[str, str]) -> int:
+            parsed = names.parse(one[1])
+            assert parsed is not None
+            if one[0] == "create":
+                return 0
+            return {names.Kind.VOTE: 1, names.Kind.DECISION: 3}.get(parsed.kind, 2)
+
+        ranks = [rank(one) for one in noting.done]
+        assert ranks == sorted(ranks)
+        assert [ranks.count(kind) for kind in (0, 1, 3)] == [2, 2 * kit.WORLD, 2] and ranks.count(2) >= 4
+        tombs = [name for how, name in noting.done if how == "create"]
+        assert tombs == [names.decision(2, 1, 2), names.decision(1, 1, 2)], "deltas before their bases"
+
+    kit.with_run(tmp_path, work)
