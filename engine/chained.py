@@ -32,7 +32,7 @@ def known_chains(backend: Backend, policy: Policy, record: IncarnationRecord) ->
             "everstep: the first flush is a full, for the checkpoints there cannot be read: %s", error
         )
         durable = {}
-    return Chains(policy.delta_base, policy.max_chain, durable)
+    return Chains(policy.delta_base, policy.max_chain, record.number, durable)
 
 
 async def _durable(backend: Backend, world: int, most: int) -> dict[Key, Key | None]:
@@ -65,4 +65,4 @@ def take_in(chains: Chains, progress: Progress, incarnation: int) -> None:
     elif progress.stage in ("failed", "abandoned", "superseded", "unmerged"):
         chains.lost(progress.step)
     elif progress.stage == "unbased":
-        chains.spoil()
+        chains.spoil(progress.step)

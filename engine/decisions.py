@@ -13,7 +13,7 @@ from typing import Any
 
 from .agent.values import Progress
 from .chained import take_in
-from .plan.chains import Chains
+from .plan.chains import FULL, Chains
 from .plan.interval import SaveCost
 from .plan.schedule import AUTO, Decision, Schedule, merge, parse_duration
 from .policy import Policy, Tier
@@ -23,7 +23,7 @@ log = logging.getLogger("everstep")
 
 LOOKAHEAD_STEPS = 2
 AUTO_FIRST_S = 600.0
-"""The interval between flushes until what one costs was measured."""
+"""The interval between fulls until what one costs was measured."""
 KEPT_DECISIONS_MAX = 64
 """How many past decisions stay published for ranks that lag behind."""
 KEY = "schedule"
@@ -71,7 +71,8 @@ class Decisions:
                 chains=chains,
             )
         self.flush_every_s: float | None = None
-        """The interval between flushes as measured (``full_every="auto"``, on rank 0)."""
+        """The interval between fulls as measured (``full_every="auto"``, on rank 0): by what steps take longer while a
+        full is under way than all others, those with deltas among them."""
         self._cost = SaveCost() if self._schedule is not None and policy.full_every == AUTO else None
         self._mtbf_s = parse_duration(policy.mtbf, "mtbf")
         self._flushing = self._was_flushing = False
@@ -99,7 +100,7 @@ class Decisions:
         if self._ranks.world == 1:  # nobody has to agree, so it is told at once
             text, fatal = trouble(step)
             asked = replace(asked, trouble=text, fatal=fatal)
-        self._flushing |= asked.flush
+        self._flushing |= asked.flush and asked.kind == FULL
         return asked
 
     def told(self, step: int) -> None:
@@ -121,7 +122,7 @@ class Decisions:
         self, schedule: Schedule, step: int, unfinished: int, deltas: int, trouble: Callable[[int], Trouble]
     ) -> None:
         """Decide through ``step`` + lookahead and publish it: one small message a step."""
-        self._was_flushing, self._flushing = self._flushing, unfinished > 0
+        self._was_flushing, self._flushing = self._flushing, unfinished > deltas
         self._follow_cost(schedule)
         through = step + LOOKAHEAD_STEPS
         new = schedule.extend(through, time.monotonic(), unfinished, self._unfinished_max, deltas)
@@ -135,7 +136,7 @@ class Decisions:
         seconds = self._cost.interval_s(self._mtbf_s) if self._cost is not None and self._mtbf_s else None
         if seconds is not None and seconds != self.flush_every_s:
             if self.flush_every_s is None:
-                log.info("everstep: a flush every %.0f s, by what one costs", seconds)
+                log.info("everstep: a full every %.0f s, by what one costs", seconds)
             self.flush_every_s = seconds
             schedule.flush_every(seconds)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Protocol
 
 from .errors import EverstepError
+from .plan.chains import Kind
 
 
 class _Watched(Protocol):
+    def kind(self, step: int) -> Kind: ...
     def outcome(self, step: int, tier: str | None) -> tuple[bool, EverstepError | None]: ...
     def wait_durable(self, step: int, timeout_s: float | None, tier: str | None) -> None: ...
 
@@ -30,6 +32,12 @@ class SaveHandle:
         return finished and error is None
 
     @property
+    def kind(self) -> Kind:
+        """What it was asked for as, until it is durable; then what it is: a "delta" needs another checkpoint, its base,
+        a "full" none. A delta may be stored in full, or be made a full later."""
+        return self._watched.kind(self.step)
+
+    @property
     def error(self) -> EverstepError | None:
         """Why the flush failed or was given up; None while it is on its way and when it is durable."""
         return self._watched.outcome(self.step, None)[1]
@@ -41,6 +49,5 @@ class SaveHandle:
 
     def __repr__(self) -> str:
         finished, error = self._watched.outcome(self.step, None)
-        return (
-            f"SaveHandle(step={self.step}, {'failed' if error else 'durable' if finished else 'on its way'})"
-        )
+        stage = "failed" if error else "durable" if finished else "on its way"
+        return f"SaveHandle(step={self.step}, {self.kind}, {stage})"

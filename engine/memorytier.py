@@ -22,7 +22,7 @@ from .memory.errors import ArenaGone
 from .memory.header import Kind
 from .memory.info import ArenaInfo
 from .memory.process import Process
-from .memory.slots import WriteSlot
+from .memory.slots import Pinned, WriteSlot
 from .places import Place
 from .plan.room import GROWTH
 
@@ -70,6 +70,7 @@ class MemoryTier:
         self.lead = 0
         """How many snapshots more than usual the trainer may be ahead of protection. With late copies one: a snapshot
         is whole only when the next one is about to begin."""
+        self._kept: Pinned | None = None
         self._incarnation = 0
         self._adopted: Key | None = None
         self._run_id = ""
@@ -173,6 +174,9 @@ class MemoryTier:
             slot = None
             if not self._ahead():
                 slot = self.arena.begin(self._incarnation, step, complete=self.complete())
+                if slot is None and self._kept is not None:
+                    self.keep(None)
+                    continue
             if slot is not None:
                 return slot
             if time.monotonic() > until:
@@ -187,6 +191,17 @@ class MemoryTier:
             self._meet()
             time.sleep(pause)
             pause = min(pause * 2, POLL_MAX_S)
+
+    def keep(self, pin: Pinned | None) -> None:
+        """Hold on to this slot, instead of the one before, as long as there is no need of it. Only where there are more
+        than the least: else it would be in the way of what is there for resuming."""
+        former, self._kept = self._kept, None
+        if former is not None:
+            former.release()
+        if pin is not None and self._room.slots > SLOTS_BEHIND:
+            self._kept = pin
+        elif pin is not None:
+            pin.release()
 
     def _ahead(self) -> bool:
         """Whether the trainer has to wait for protection: with three slots, till all earlier snapshots have it (all but
@@ -233,6 +248,7 @@ class MemoryTier:
     def close(self, *, remove: bool) -> None:
         """Let go of the arenas; ``remove`` deletes them (what they held is durable elsewhere). One that was reserved,
         but holds nothing, goes anyhow: a job that only loads needs no room."""
+        self.keep(None)
         for arena in self._neighbours.values():
             arena.close()
         self._neighbours.clear()
@@ -305,6 +321,7 @@ class MemoryTier:
 
     def _grow(self, need_bytes: int) -> None:
         old = self.arena
+        self.keep(None)
         self._arena = self._create(int(need_bytes * GROWTH), old.info.chunk_bytes)
         self._take(self._arena)
         if old.complete is not None:

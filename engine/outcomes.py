@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from .agent.client import Progress
 from .agent.values import TierSettings
 from .errors import EverstepError, SaveAbandoned, SaveFailed, Superseded, from_wire
+from .plan.chains import DELTA, FULL, Kind
 from .plan.schedule import Unsaved, parse_every
 from .policy import Policy
 
@@ -91,6 +92,10 @@ class Outcomes:
         """Those unfinished ones that still need their slots."""
         return [step for step in self.unfinished() if not self._is_staged(step)]
 
+    def kind(self, step: int) -> Kind:
+        """What the flush of ``step`` was asked for as, or has become."""
+        return DELTA if step in self._deltas else FULL
+
     def holding_deltas(self) -> int:
         """How many of those are deltas."""
         return len(self._deltas.intersection(self.holding()))
@@ -162,6 +167,7 @@ class Outcomes:
             return
         self._flushes[progress.step] = progress
         if progress.stage == "committed":
+            self._became(progress)
             self._in_a_row, self._run_gone = 0, False
             self._trouble.pop(None, None)
             if progress.step >= (self.newest_durable or 0):
@@ -197,11 +203,17 @@ class Outcomes:
     def _note_delta(self, progress: Progress) -> None:
         """Whatever happens to a delta, no checkpoint is lost by it."""
         if progress.stage == "merged":
+            self._became(progress)
             log.info("everstep: step %d is a full now", progress.step)
             return
         error = _as_error(progress, EverstepError) if progress.error is not None else None
         if error is not None and not isinstance(error, SaveAbandoned) and len(self._findings) < FINDINGS_MAX:
             self._findings[str(error)] = None
+
+    def _became(self, progress: Progress) -> None:
+        """The checkpoint counts, as what it says."""
+        if progress.kind == FULL:
+            self._deltas.discard(progress.step)
 
     def _note_tier(self, progress: Progress) -> None:
         """A checkpoint that never gets to a tier counts as a failure; trouble on the way is told. One that the node's

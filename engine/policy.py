@@ -140,11 +140,12 @@ class Policy:
     whatever these are deltas of. The rest is removed after each commit.
 
     ``delta_every`` (steps or time) makes the flushes between fulls *deltas*: what has changed against a durable
-    checkpoint, their base, which stays as long as they need it. ``delta_base="full"``: against the newest full;
-    ``"previous"``: against the newest checkpoint that is fewer than ``max_chain`` deltas away from a full. Once
-    ``max_chain`` deltas stand on one full, the agent makes the newest of them a full by itself, in the background: so
-    chains stay short with ``full_every=None``, too. What a rank cannot store against the base (its layout has changed,
-    the base is damaged) it stores in full. ``compress="zstd"`` compresses full images as well.
+    checkpoint, their base, which stays as long as they need it. The first flush is a full. ``delta_base="full"``:
+    against the newest full; ``"previous"``: against the newest checkpoint that is fewer than ``max_chain`` deltas away
+    from a full. Once ``max_chain`` deltas stand on one full, the agent makes the newest of them a full by itself, in
+    the background: so chains stay short with ``full_every=None``, too. Where it has not come to that when there are
+    twice as many, the next flush is a full. What a rank cannot store against the base (its layout has changed, the base
+    is damaged) it stores in full, and the next flush is a full. ``compress="zstd"`` compresses full images as well.
 
     ``on_slow`` says what happens when a flush is due while others are unfinished: ``"skip"`` it, ``"wait"`` in
     the training loop, or ``"supersede"`` the unfinished one. ``on_failure`` says what a failed flush does:
@@ -158,8 +159,10 @@ class Policy:
     What differed once is looked at again at each flush. Second copies (``Memory(replicas=)``) are compared with what is
     stored at every flush in any case, by the agents.
 
-    ``full_every="auto"`` takes the interval that loses the least time (Young, Daly), from what a flush is measured to
-    cost training and ``mtbf``, the mean time between failures of the job ("6h").
+    ``full_every="auto"`` takes the interval that loses the least time (Young, Daly), from what a full is measured to
+    cost training and ``mtbf``, the mean time between failures of the job ("6h"); ten minutes until that is known. It is
+    the interval between fulls, with ``delta_every`` as without: deltas come between them at their own interval, cost
+    what they cost, and count for nothing in it. Where it is no longer than ``delta_every``, all flushes are fulls.
 
     ``max_unsaved`` is how much training may hang on memory alone: once the newest durable step is older than that, in
     steps or time ("1h"), all ranks are told at the same step, and again each time that has doubled; as a warning, or an
@@ -321,7 +324,7 @@ class Tier:
     ``scope="node"`` is a directory of each node's own (NVMe) between memory and a root that is slow, at most one,
     named "nvme": every flush is written there first, which frees its slot, and uploaded to the root from there, also
     after the agent died or the node was rebooted. Its retention (``keep_last``, ``keep_every``) removes nothing newer
-    than the newest checkpoint at the root.
+    than the newest checkpoint at the root, nor the bases of deltas that stay.
     """
 
     url: str | os.PathLike[str]

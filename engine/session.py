@@ -35,7 +35,7 @@ from .memory.slots import Pinned
 from .memorytier import Key, MemoryTier
 from .outcomes import FINISHED, Outcomes
 from .places import Place
-from .plan.chains import DELTA, Chains
+from .plan.chains import DELTA, FULL, Chains, Kind
 from .plan.schedule import Decision
 from .policy import Policy
 from .ranks import Ranks
@@ -199,6 +199,10 @@ class Session:
             self._send_pending()
             self._hear_quietly()
         return self.outcomes.outcome(step, url)
+
+    def kind(self, step: int) -> Kind:
+        """For handles: what the checkpoint of ``step`` is, as far as was heard."""
+        return self.outcomes.kind(step)
 
     def _url(self, step: int, tier: str | None) -> str | None:
         """Of the further tier of that name. BadOption where there is none, or the step does not go there."""
@@ -520,8 +524,17 @@ class Session:
         written = progress.stage in ("staged", "voted") and progress.rank == self._ranks.rank
         if progress.incarnation == self._record.number and (written or progress.stage in FINISHED):
             pin = self._pins.pop(progress.step, None)
-            if pin is not None:
+            if pin is not None and written and self._may_be_base(progress.step):
+                self._tier.keep(pin)
+            elif pin is not None:
                 pin.release()
+
+    def _may_be_base(self, step: int) -> bool:
+        """Whether deltas may soon be coded against the checkpoint of ``step``: out of memory, if there is room."""
+        policy = self._policy
+        return policy.delta_every is not None and (
+            policy.delta_base == "previous" or self.outcomes.kind(step) == FULL
+        )
 
     def _scheduled(self, place: Place, start: int, chains: Chains | None) -> Decisions:
         return Decisions(

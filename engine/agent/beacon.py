@@ -136,9 +136,14 @@ class Beacons:
             complete=max((step for step in complete if step is not None), default=None),
             durable=None if durable is None else durable[1],
             durable_age_s=None if durable is None else time.monotonic() - durable[2],
-            queue=0 if service.pipeline is None else len(service.pipeline.flushes()),
+            queue=self._queue(),
             address=service.protection.address,
         )
+
+    def _queue(self) -> int:
+        """Other nodes wait for what is under way here: flushes, and deltas that are made fulls."""
+        pipeline, tiers = self._service.pipeline, self._service.tiers
+        return 0 if pipeline is None else len(pipeline.flushes()) + len(tiers.merging())
 
     def status(self) -> dict[str, Any]:
         """What the beacon would say now, how long ago the last one was written, and why the next one was not."""

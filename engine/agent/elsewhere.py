@@ -21,7 +21,6 @@ from everstep.memory.process import Process
 from everstep.store.beacons import read_beacons
 
 if TYPE_CHECKING:
-    from .flushes import Flush
     from .service import Service
 
 log = logging.getLogger("everstep.agent")
@@ -64,14 +63,14 @@ class Elsewhere:
         self._looked = 0.0
         self._pause_s = 0.0
 
-    async def lost(self, flush: Flush, missing: Sequence[int]) -> tuple[list[int], str]:
-        """Those of ``missing`` that will not vote, and why; looks at most every heartbeat."""
-        here = self._service.local_ranks(flush.incarnation)
+    async def lost(self, incarnation: int, missing: Sequence[int]) -> tuple[list[int], str]:
+        """Those of ``missing`` ranks of ``incarnation`` that will not vote, and why; looks at most every heartbeat."""
+        here = self._service.local_ranks(incarnation)
         far = [rank for rank in missing if rank not in here]
         if not far:
             return [], ""
-        if self._incarnation != flush.incarnation or time.monotonic() - self._looked >= self._pause_s:
-            await self._look(flush.incarnation)
+        if self._incarnation != incarnation or time.monotonic() - self._looked >= self._pause_s:
+            await self._look(incarnation)
         now = self._looked
         ended = [rank for rank in far if self._has_ended(rank, now)]
         return (ended, ENDED) if ended else ([rank for rank in far if self._is_silent(rank, now)], SILENT)

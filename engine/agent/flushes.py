@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -105,13 +105,19 @@ class Owner(Protocol):
         vote: their trainers are dead, without that snapshot."""
         ...
 
-    async def lost_elsewhere(self, flush: Flush, missing: list[int]) -> tuple[list[int], str]:
-        """Those of ``missing`` on other nodes that can never vote, and why."""
+    async def lost_elsewhere(self, incarnation: int, missing: list[int]) -> tuple[list[int], str]:
+        """Those of ``missing`` ranks on other nodes that can never vote, and why."""
         ...
 
     def at_work_elsewhere(self, missing: list[int]) -> bool:
         """Whether the nodes of ``missing`` have flushes under way, as was seen last."""
         ...
+
+
+def bases_of(flushes: Iterable[Flush]) -> set[tuple[int, int]]:
+    """(incarnation, step) that deltas under way stand on."""
+    entries = [job.entry for flush in flushes for job in flush.jobs.values()]
+    return {entry.base for entry in entries if entry.base is not None}
 
 
 def unpin(flush: Flush) -> None:

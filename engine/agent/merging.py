@@ -53,8 +53,10 @@ PAUSE_S = 5.0
 POLL_FIRST_S = 0.05
 POLL_MAX_S = 5.0
 """Between looks whether the other nodes' shares are there."""
+LOOK_AFTER_S = 2.0
+"""Without a new share, after which the other nodes' beacons are looked at."""
 WAIT_S = 3600.0
-"""For the next share of another node. It may be slow, for this goes behind all else."""
+"""For the next share of another node that says that it is at work: it may be slow, for this goes behind all else."""
 LOOK_S = 0.25
 """Between looks whether a trainer still loads."""
 
@@ -76,6 +78,19 @@ class Owner(Protocol):
 
     def is_recovering(self) -> bool:
         """Whether a trainer of this node loads."""
+        ...
+
+    async def lost_elsewhere(self, incarnation: int, missing: list[int]) -> tuple[list[int], str]:
+        """Those of ``missing`` ranks whose nodes will do nothing more for that incarnation, and why."""
+        ...
+
+    def at_work_elsewhere(self, missing: list[int]) -> bool:
+        """Whether the nodes of ``missing`` have something under way, as was seen last."""
+        ...
+
+    @property
+    def patience_s(self) -> float:
+        """For how long nothing may come from a node that does not say that it is at work."""
         ...
 
     @property
@@ -242,12 +257,22 @@ class Merges:
                 return decision
             if standing.ranks != seen:
                 seen, since, pause = standing.ranks, time.monotonic(), POLL_FIRST_S
-            elif time.monotonic() - since > WAIT_S:
-                missing = sorted(set(range(entry.world)) - set(seen))
-                reason = f"{GIVEN_UP}the shares of ranks {missing} did not come within {WAIT_S:g} s"
-                return await abort_attempt(self._backend, *place, reason=reason)
+            elif reason := await self._why_not(entry, seen, time.monotonic() - since):
+                return await abort_attempt(self._backend, *place, reason=GIVEN_UP + reason)
             await asyncio.sleep(pause)
             pause = min(2 * pause, POLL_MAX_S)
+
+    async def _why_not(self, entry: MergeEntry, seen: tuple[int, ...], seconds: float) -> str:
+        """Why the other nodes' shares are not waited for any longer, as for votes of a flush; "" if they are.
+        ``seconds``: since the last one came."""
+        missing = sorted(set(range(entry.world)) - set(seen))
+        if not missing or seconds < LOOK_AFTER_S:
+            return ""
+        lost, why = await self._owner.lost_elsewhere(entry.incarnation, missing)
+        if lost:
+            return f"ranks {lost}: {why}"
+        patience_s = WAIT_S if self._owner.at_work_elsewhere(missing) else self._owner.patience_s
+        return f"the shares of ranks {missing} did not come within {patience_s:g} s" * (seconds > patience_s)
 
     # -- ends
 

@@ -2,9 +2,10 @@
 step.
 
 A *flush* is one attempt at one step; each local rank adds a *job* to it. Jobs are written one at a time, in
-the order of their acceptance (the disk is one); commits of several flushes may wait for votes side by side.
-With a tier of the node's own (:mod:`.staging`) they are written there, and uploaded from there by a queue of their
-own (:mod:`.uploads`). A flush ends with one verdict for all ranks. Everything here runs on the agent's loop.
+the order of their acceptance (the disk is one), a delta behind the verdict on its base; commits of several flushes may
+wait for votes side by side. With a tier of the node's own (:mod:`.staging`) they are written there, and uploaded from
+there by a queue of their own (:mod:`.uploads`). A flush ends with one verdict for all ranks. Everything here runs on
+the agent's loop.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import asyncio
 import functools
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any
@@ -28,11 +28,11 @@ from everstep.format.vote import Vote
 from everstep.memory.slots import Pinned
 from everstep.store.catalog import Standing, look_at, read_decision_at
 from everstep.store.commit import abort_attempt, try_commit
-from everstep.store.flush import FlushJob, flush_rank
+from everstep.store.flush import UNBASED, FlushJob, flush_rank
 from everstep.store.sources import DurableSource
 
 from .attempts import open_attempt, sweep, what_stands
-from .basing import base_of, is_based
+from .basing import ArenaOf, Basing, no_arena
 from .flushes import Flush, Job, KnownLayouts, Owner, checked, gather, logged, unpin
 from .journal import QUEUED, STAGED, VOTED, JobEntry
 from .staging import Staging
@@ -41,6 +41,7 @@ from .uploads import Uploads, is_the_roots, pause_after
 from .values import Progress
 from .verdict import error_of, findings, given_up, ranks_missing, stage_of, superseded
 from .waiting import happened
+from .writing import Jobs
 
 log = logging.getLogger("everstep.agent")
 
@@ -63,18 +64,25 @@ class Pipeline:
     changed at any time. ``_at_work`` is what is written and uploaded just now."""
 
     def __init__(
-        self, owner: Owner, run: RunRecord, backend: Backend, *, queue_max: int, commit_timeout_s: float
+        self,
+        owner: Owner,
+        run: RunRecord,
+        backend: Backend,
+        *,
+        queue_max: int,
+        commit_timeout_s: float,
+        arena_of: ArenaOf = no_arena,
     ) -> None:
         self.backend = backend
         self.staging: Staging | None = None
         self.commit_timeout_s = commit_timeout_s
         self.compress: str | None = None
+        self.basing = Basing(run, backend, arena_of)
         self._owner = owner
         self._run = run
         self._queue_max = queue_max
         self._flushes: dict[tuple[int, int], Flush] = {}
-        self._queue: deque[tuple[Flush, Job]] = deque()
-        self._wake = asyncio.Event()
+        self._queue = Jobs(self._is_awaited)
         self._at_work: dict[asyncio.Task[None], Flush] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._layouts = KnownLayouts()
@@ -124,8 +132,7 @@ class Pipeline:
         if flush.ending is not None or flush.settled:
             return
         if job.entry.stage == QUEUED:
-            self._queue.append((flush, job))
-            self._wake.set()
+            self._queue.put(flush, job)
         if flush.voter is None:
             flush.voter = asyncio.ensure_future(self._conclude(flush))
         flush.changed.set()
@@ -161,15 +168,15 @@ class Pipeline:
 
     async def _write_all(self) -> None:
         while True:
-            while not self._queue:
-                self._wake.clear()
-                await self._wake.wait()
-            flush, job = self._queue.popleft()
-            if flush.ended:
-                continue
+            flush, job = await self._queue.next()
             error = await self._apart(flush, self._write(flush, job))
             if error is not None:
                 self._fail(flush, error, job.entry.rank)
+
+    def _is_awaited(self, base: tuple[int, int]) -> bool:
+        """Whether a delta is written only once its base has its verdict. Where shares are staged they are not held up
+        by the root: there it is stored in full."""
+        return self.staging is None and base in self._flushes
 
     async def _apart(self, flush: Flush, work: Coroutine[Any, Any, None]) -> BaseException | None:
         """Do a part of the flush in a task of its own, which the flush's end cancels; what went wrong."""
@@ -271,7 +278,7 @@ class Pipeline:
         entry, pinned = job.entry, job.pinned
         reach("agent.begun", str(entry.step))
         work = FlushJob(entry.step, entry.incarnation, entry.attempt, entry.rank, entry.world)
-        base = await self._base(entry)
+        base = await self.basing.of(entry, self.staging.backend if self.staging is not None else None)
         if self.staging is not None and await self._stage(flush, job, self.staging, work, base):
             return
         if not await self._is_open(flush):
@@ -287,27 +294,17 @@ class Pipeline:
                 notes=functools.partial(self._owner.notes, entry),
                 base=base,
                 compress=self.compress,
+                delta=entry.base is not None,
             )
         )
         self._compare(flush, entry, vote)
         reach("agent.voted", str(entry.step))
         await self._voted(flush, job, vote)
 
-    async def _base(self, entry: JobEntry) -> DurableSource | None:
-        near = self.staging.backend if self.staging is not None else None
-        if entry.base is None:
-            return None
-        return await base_of(entry.base, entry.rank, self.backend, near, self._run)
-
     def _compare(self, flush: Flush, entry: JobEntry, vote: Vote) -> None:
         """Tell of a share that was to be a delta and is none: the next flush had better be a full."""
-        if entry.base is not None and not is_based(vote):
+        if UNBASED in vote.meta:
             self._say(flush, "unbased", rank=entry.rank)
-
-    def bases(self) -> set[tuple[int, int]]:
-        """(incarnation, step) that deltas under way stand on."""
-        jobs = [job for flush in self._flushes.values() for job in flush.jobs.values()]
-        return {job.entry.base for job in jobs if job.entry.base is not None}
 
     async def _stage(
         self, flush: Flush, job: Job, staging: Staging, work: FlushJob, base: DurableSource | None
@@ -315,7 +312,8 @@ class Pipeline:
         """Write the share to the node's tier; whether that could be done. If not, the root has to do."""
         assert job.pinned is not None
         try:
-            vote = await staging.put(work, job.pinned, base, self.compress)
+            is_delta = job.entry.base is not None
+            vote = await staging.put(work, job.pinned, base, self.compress, delta=is_delta)
         except (BackendError, EverstepError, OSError) as error:
             words = in_our_words(error, step=flush.step, rank=job.entry.rank, tier=staging.url)
             log.warning("%s: %s", staging.tier.name, words)
@@ -446,7 +444,7 @@ class Pipeline:
         lost = await self._owner.stand_in(flush, missing) if missing else []
         why = "died without a snapshot of it"
         if missing and not lost and time.monotonic() - since > LOOK_AFTER_S:
-            lost, why = await self._owner.lost_elsewhere(flush, missing)
+            lost, why = await self._owner.lost_elsewhere(flush.incarnation, missing)
         late = time.monotonic() - since > self.commit_timeout_s and not self._uploads_elsewhere(
             flush, missing
         )
@@ -536,6 +534,8 @@ class Pipeline:
         if isinstance(decision, Manifest):
             stage, error = "committed", None
             self._newest = max(self._newest, flush.key)
+            for rank in set(decision.facts.get(UNBASED, ())) - set(flush.jobs):
+                self._say(flush, "unbased", rank=rank)
             for about, said in findings(decision, self.backend.url):
                 log.warning("step %d: %s", flush.step, said)
                 self._say(flush, about, error=said)
@@ -557,6 +557,7 @@ class Pipeline:
         if self._flushes.get(flush.key) is flush:
             del self._flushes[flush.key]
         flush.over.set()
+        self._queue.look()
         self._say(flush, stage, error=error, decided=manifest)
         if stage == "committed" or isinstance(error, StorageFull):
             self._owner.rotate(flush.incarnation)

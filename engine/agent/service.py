@@ -34,7 +34,7 @@ from everstep.store.runs import open_run
 
 from .beacon import Beacons
 from .elsewhere import Elsewhere
-from .flushes import Flush
+from .flushes import Flush, bases_of
 from .guard import SameRun
 from .journal import GuardEntry, JobEntry, Journal, NoJournal, Notebook, Uploading
 from .members import FLUSHED, KEPT, Member, Members, find_snapshot, open_arena
@@ -419,8 +419,8 @@ class Service:
             await self._pipeline.add(entry, self.pin_of(member, snapshot.index, snapshot.generation))
         return lost
 
-    async def lost_elsewhere(self, flush: Flush, missing: list[int]) -> tuple[list[int], str]:
-        return await self._elsewhere.lost(flush, missing)
+    async def lost_elsewhere(self, incarnation: int, missing: list[int]) -> tuple[list[int], str]:
+        return await self._elsewhere.lost(incarnation, missing)
 
     def at_work_elsewhere(self, missing: list[int]) -> bool:
         return self._elsewhere.at_work(missing)
@@ -497,6 +497,7 @@ class Service:
             RateLimited(self._guarded, self.pacing.root) if is_local(self.settings.root) else self._guarded,
             queue_max=self.settings.queue_max,
             commit_timeout_s=self.settings.commit_timeout_s,
+            arena_of=self.members.arena,
         )
         self.pipeline.compress = self.settings.compress
         self._rotator = Rotator(
@@ -505,7 +506,7 @@ class Service:
             self.settings.retention,
             self._in_use,
             self._rotated,
-            lambda: self.tiers.owed() | self._pipeline.bases(),
+            lambda: self.tiers.owed() | bases_of(self._pipeline.flushes()),
         )
         self._rotator.deltas = self.settings.deltas
         await self.tiers.open(self._guarded, record)

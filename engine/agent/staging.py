@@ -15,7 +15,7 @@ from everstep.format import names
 from everstep.format.records import RunRecord
 from everstep.format.vote import Vote
 from everstep.memory.slots import Pinned
-from everstep.store.catalog import read_vote
+from everstep.store.catalog import StepNames, read_vote
 from everstep.store.flush import FlushJob, flush_rank
 from everstep.store.sources import DurableSource
 from everstep.store.staged import Key, claim, discard, retain, upload_rank
@@ -41,6 +41,7 @@ class Staging:
         self._run = run
         self._notes = notes
         self._claimed = False
+        self._stood: dict[StepNames, Key | None] = {}
         self._newest: int | None = None
         self._failures = 0
         self._error: str | None = None
@@ -67,7 +68,13 @@ class Staging:
             return None
 
     async def put(
-        self, work: FlushJob, pinned: Pinned, base: DurableSource | None = None, compress: str | None = None
+        self,
+        work: FlushJob,
+        pinned: Pinned,
+        base: DurableSource | None = None,
+        compress: str | None = None,
+        *,
+        delta: bool = False,
     ) -> Vote:
         """Write the pinned snapshot; its vote. Raises what flush_rank does, and RunError; nothing of it stays then."""
         try:
@@ -81,6 +88,7 @@ class Staging:
                     run=self._run,
                     base=base,
                     compress=compress,
+                    delta=delta,
                 )
             )
         except (BackendError, EverstepError, OSError) as error:
@@ -103,14 +111,15 @@ class Staging:
         )
 
     async def sweep(self, step: int, incarnation: int, attempt: int) -> None:
-        """The attempt was given up: its room is needed."""
+        """The attempt was given up, or another one counts: its room is needed."""
         await self._sweep(names.attempt_dir(step, incarnation, attempt), None)
 
     async def retain(self, fence: Fence, newest: Key, in_use: Collection[Key]) -> None:
         """Remove what retention gives up, now that ``newest`` is at the root."""
         try:
             await self._claim()
-            await retain(self._backend, self.tier.retention, await fence.look(), newest, in_use)
+            lineage = await fence.look()
+            await retain(self._backend, self.tier.retention, lineage, newest, in_use, stood=self._stood)
         except (BackendError, EverstepError) as error:
             log.warning("%s: nothing is removed there now: %s", self.tier.name, error)
 

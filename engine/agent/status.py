@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from everstep.memory.process import Process
@@ -33,13 +34,15 @@ def describe(service: Service, epoch: int, seconds: float) -> dict[str, Any]:
                 "step": f.step,
                 "incarnation": f.incarnation,
                 "attempt": f.attempt,
-                "kind": next((job.entry.kind for job in f.jobs.values()), "full"),
+                "kind": "delta" if f.is_delta else "full",
+                "base": next((job.entry.base[1] for job in f.jobs.values() if job.entry.base), None),
                 "ranks": {str(rank): job.entry.stage for rank, job in f.jobs.items()},
             }
             for f in flushes
         ],
         "tiers": service.tiers.status(),
         "merging": service.tiers.merging(),
+        "bases": {} if service.pipeline is None else asdict(service.pipeline.basing.read),
         "pace": service.pacing.status(),
         "guard": service.protection.status(),
     }

@@ -212,6 +212,15 @@ class Tiers:
     def is_recovering(self) -> bool:
         return self._service.pacing.turnstile.recovering
 
+    async def lost_elsewhere(self, incarnation: int, missing: list[int]) -> tuple[list[int], str]:
+        if incarnation < self._service.members.newest:
+            # Nodes whose ranks came back go on with what they owed; of others nothing can be seen any more.
+            return [], ""
+        return await self._service.lost_elsewhere(incarnation, missing)
+
+    def at_work_elsewhere(self, missing: list[int]) -> bool:
+        return self._service.at_work_elsewhere(missing)
+
     @property
     def near(self) -> Backend | None:
         pipeline = self._service.pipeline
@@ -226,6 +235,9 @@ class Tiers:
         await self._service.journaled(self._service.journal.drop_merge, entry, owed)
         if self._mirrors is not None:
             self._unplaced += self._mirrors.owe(owed)
+        for staging in self._stagings if manifest is not None else ():
+            # The full counts, and is at the root alone: what is here would only keep what it stands on.
+            await staging.sweep(entry.step, entry.incarnation, entry.attempt - 1)
 
     @property
     def patience_s(self) -> float:

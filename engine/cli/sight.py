@@ -69,6 +69,10 @@ class Sight:
     """The job's spare nodes, as this node's agent says: ``spare`` (the address), ``reached``, ``step``, ``error``."""
     farther: list[dict[str, Any]] = field(default_factory=list)
     """The run's further tiers, as this node's agent says: ``name``, ``url``, ``newest``, ``owed``, ``error``, ..."""
+    flushes: list[dict[str, Any]] = field(default_factory=list)
+    """What is being flushed, as this node's agent says: ``step``, ``kind``, ``base``, ..."""
+    merging: list[int] = field(default_factory=list)
+    """Steps whose deltas are to be made fulls, as this node's agent says."""
     problems: list[str] = field(default_factory=list)
 
     def health(self) -> Health:
@@ -116,6 +120,8 @@ def look(run: str, memory: Path, wait_s: float | None) -> Sight:
     status = _agent_status(place, run_ids)
     sight.farther = (status or {}).get("tiers") or []
     sight.spares = ((status or {}).get("guard") or {}).get("spares") or []
+    sight.flushes = (status or {}).get("flushes") or []
+    sight.merging = (status or {}).get("merging") or []
     here = _here(place, directory_of_run(memory, run), run_ids, status)
     mine = {(node.beacon.node, node.beacon.boot) for node in here}
     others = _others(sight, mine, place, wait_s) if sight.survey else []

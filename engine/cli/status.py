@@ -117,6 +117,8 @@ def _as_json(sight: Sight) -> dict[str, Any]:
         "spares": sight.spares,
         "tiers": _tiers(sight),
         "farther": sight.farther,
+        "flushes": [{name: one[name] for name in ("step", "kind", "base")} for one in sight.flushes],
+        "merging": sight.merging,
         "queue": sum(node.beacon.queue for node in sight.nodes),
         "problems": sight.problems,
     }
@@ -155,16 +157,17 @@ def _durable(sight: Sight) -> dict[str, Any]:
 
     newest = sight.survey.newest() if sight.survey is not None else None
     if newest is None:
-        return {"step": None, "age_s": None, "age_by": None}
-    step = newest.manifest.step
+        return {"step": None, "kind": None, "base": None, "age_s": None, "age_by": None}
+    step, base = newest.manifest.step, newest.manifest.parent_key
+    known = {"step": step, "kind": newest.manifest.kind, "base": None if base is None else base[1]}
     ages = [
         node.beacon.durable_age_s
         for node in sight.nodes
         if node.beacon.durable == step and node.beacon.durable_age_s is not None
     ]
     if ages:
-        return {"step": step, "age_s": min(ages), "age_by": "agent"}
-    return {"step": step, "age_s": since(newest.manifest.created), "age_by": "clock"}
+        return {**known, "age_s": min(ages), "age_by": "agent"}
+    return {**known, "age_s": since(newest.manifest.created), "age_by": "clock"}
 
 
 def _as_text(sight: Sight, value: dict[str, Any]) -> str:
@@ -191,7 +194,7 @@ def _as_text(sight: Sight, value: dict[str, Any]) -> str:
         ("memory, all ranks", tiers["memory"], ""),
         ("protected, all ranks", tiers["protected"], ""),
         ("complete (W)", tiers["complete"], ""),
-        ("durable", tiers["durable"], f"{_ago(tiers['durable']['age_s'])} ago"),
+        ("durable", tiers["durable"], f"{_kind(tiers['durable'])}, {_ago(tiers['durable']['age_s'])} ago"),
     ]
     rows = [
         [name, _or_dash(tier["step"]), note if tier["step"] is not None else ""] for name, tier, note in lines
@@ -201,6 +204,8 @@ def _as_text(sight: Sight, value: dict[str, Any]) -> str:
     ]
     blocks.append(table(["tier", "newest step", ""], rows, right=(1,)))
     notes = [f"flushes unfinished: {value['queue']}"]
+    notes += [f"flushing step {one['step']}: {_kind(one)}" for one in value["flushes"]]
+    notes += [f"step {step}: a delta that is being made a full" for step in value["merging"]]
     notes += [f"rank {rank['rank']}: {rank['why']}" for rank in value["ranks"] if rank["why"]]
     if value["out_of_sight"]:
         notes.append(f"out of sight: rank(s) {value['out_of_sight']}")
@@ -211,6 +216,11 @@ def _as_text(sight: Sight, value: dict[str, Any]) -> str:
             notes.append(f"node {node.node}: no agent answers")
     notes += [_of_spare(spare) for spare in value["spares"]]
     return "\n\n".join([*blocks, "\n".join([*notes, *value["problems"]])])
+
+
+def _kind(one: dict[str, Any]) -> str:
+    """Of a checkpoint: whether it needs another one."""
+    return "full" if one["base"] is None else f"delta on step {one['base']}"
 
 
 def _of_spare(spare: dict[str, Any]) -> str:

@@ -39,8 +39,9 @@ class Beacon:
     ``agent_pid``, ``agent_start`` and ``boot`` name the agent's process; its ``count`` goes up with each beacon, about
     every ``interval_s``. ``ranks`` are those of ``incarnation`` that have not said goodbye; of ``world`` in all.
     ``complete`` is W over all nodes, None where snapshots are not protected; ``durable`` the newest step that the agent
-    saw become durable, ``queue`` how many flushes are unfinished, ``timeout_s`` after how long without a beat a rank
-    is late. ``address`` is where it listens to the agents of other nodes (host:port), if it does.
+    saw become durable, ``queue`` how many flushes, and deltas that are made fulls, are unfinished, ``timeout_s`` after
+    how long without a beat a rank is late. ``address`` is where it listens to the agents of other nodes (host:port), if
+    it does.
     """
 
     node: str

@@ -41,31 +41,43 @@ class _Place(NamedTuple):
 
 class Chains:
     """Kept by the one rank that decides. A checkpoint's *depth* is how many deltas lie between it and its full, itself
-    included; a full has none."""
+    included; a full has none.
+
+    Where nothing that is durable will do, deltas stand on the full that was decided last: they are written behind it,
+    and in full if it comes to nothing. So one full is enough to begin with.
+    """
 
     def __init__(
-        self, base: DeltaBase, max_chain: int, durable: Mapping[Key, Key | None] = NONE_DURABLE
+        self,
+        base: DeltaBase,
+        max_chain: int,
+        incarnation: int,
+        durable: Mapping[Key, Key | None] = NONE_DURABLE,
     ) -> None:
-        """``durable`` are the checkpoints that count, with their bases (None: a full)."""
+        """``incarnation`` is being written; ``durable`` are the checkpoints that count, with their bases (None: a
+        full)."""
         self._previous = base == "previous"
         self._max = max_chain
+        self._incarnation = incarnation
         self._known: dict[Key, _Place] = {}
-        self._asked: dict[Key, int] = {}
-        """By full, how often a delta that stands on it was to be merged."""
+        self._coming: Key | None = None
+        """The full that was decided last, until it is durable or lost."""
         self._merging: dict[int, Key] = {}
         """By step of a delta that is to be merged, the full."""
         self._decided: dict[int, Key] = {}
         """By step of a delta that is not durable yet, the full."""
-        self._spoilt = False
+        self._spoilt = -1
+        """The last step that could not be stored as a delta: nothing older than that is a base any more."""
         for key in sorted(durable, key=_age):
             self.add(key, durable[key])
 
     def add(self, key: Key, base: Key | None) -> None:
         """``key`` is durable now and stands on ``base``; None: it is a full, from the beginning or merged."""
         self._decided = {step: full for step, full in self._decided.items() if step > key[1]}
+        if self._coming is not None and self._coming[1] <= key[1]:
+            self._coming = None
         if base is None:
             self._known[key] = _Place(0, key)
-            self._spoilt = False
             self._merging.pop(key[1], None)
         else:
             # Of a base that nobody knows it cannot be told how much is below.
@@ -73,49 +85,59 @@ class Chains:
             self._known.setdefault(key, _Place(below.depth + 1, below.full))
         for old in sorted(self._known, key=_age)[:-KNOWN_MAX]:
             del self._known[old]
-        self._asked = {full: count for full, count in self._asked.items() if full in self._known}
 
     def knows(self, key: Key) -> bool:
         """Whether it was told of that checkpoint."""
         return key in self._known
 
+    def full(self, step: int) -> None:
+        """A full is decided for ``step``."""
+        self._coming = self._incarnation, step
+
     def lost(self, step: int) -> None:
         """The flush of ``step``, or its merging, came to nothing: if it was to be merged, another one is."""
         self._decided.pop(step, None)
-        full = self._merging.pop(step, None)
-        if full is not None and full in self._asked:
-            self._asked[full] -= 1
+        self._merging.pop(step, None)
+        if self._coming is not None and self._coming[1] == step:
+            self._coming = None
 
-    def spoil(self) -> None:
-        """A delta could not be stored as one: until there is another full none is tried."""
-        self._spoilt = True
+    def spoil(self, step: int) -> None:
+        """The delta of ``step`` could not be stored as one, by all ranks: none is tried on what is older."""
+        self._spoilt = max(self._spoilt, step)
 
     @property
     def newest_full(self) -> Key | None:
         return max([key for key, place in self._known.items() if not place.depth], key=_age, default=None)
 
     def base(self) -> Key | None:
-        """What a delta would stand on now: the newest full, or the newest checkpoint whose chain is short enough. None:
-        a full is due."""
-        if self._spoilt:
-            return None
+        """What a delta would stand on now: the newest full, or the newest checkpoint whose chain is short enough, or a
+        full that is on its way. None: a full is due. That is so, too, where twice as many deltas as ``max_chain`` stand
+        on one full: the merge that was to end that has not come to its turn."""
         most = self._max - 1 if self._previous else 0
-        usable = [key for key, place in self._known.items() if place.depth <= most]
-        return max(usable, key=_age, default=None)
+        usable = [
+            key for key, place in self._known.items() if place.depth <= most and place.full[1] >= self._spoilt
+        ]
+        found = max(usable, key=_age, default=None)
+        if found is not None and self._standing_on(self._known[found].full) < 2 * self._max:
+            return found
+        coming = self._coming
+        return coming if coming is not None and coming[1] > self._spoilt else None
+
+    def _standing_on(self, full: Key) -> int:
+        """How many deltas stand, or are to stand, on that full, with others between or not."""
+        deltas = [place.full for place in self._known.values() if place.depth]
+        return [*deltas, *self._decided.values()].count(full)
 
     def delta(self, step: int) -> Delta | None:
         """The delta that is decided for ``step``; None where a full is due. Once ``max_chain`` stand on the same full
-        one is to be merged; where nothing is heard of that, another one when there are twice as many."""
+        one of them is to be merged, and another one where that comes to nothing."""
         base = self.base()
         if base is None:
             return None
-        full = self._known[base].full
-        asked = self._asked.get(full, 0)
-        deltas = [place.full for place in self._known.values() if place.depth]
+        full = self._known[base].full if base in self._known else base
         self._decided[step] = full
-        merge = [*deltas, *self._decided.values()].count(full) >= self._max << asked
+        merge = self._standing_on(full) >= self._max and full not in self._merging.values()
         if merge:
-            self._asked[full] = asked + 1
             self._merging[step] = full
             while len(self._merging) > KNOWN_MAX:
                 del self._merging[next(iter(self._merging))]

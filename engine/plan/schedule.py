@@ -15,7 +15,7 @@ OnSlow = Literal["wait", "skip", "supersede"]
 ON_SLOW: tuple[OnSlow, ...] = ("wait", "skip", "supersede")
 
 AUTO = "auto"
-"""The interval between flushes that follows from what one costs."""
+"""The interval between fulls that follows from what one costs."""
 
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|h|d)")
@@ -179,7 +179,8 @@ class Schedule:
     no flush might ever finish: such a flush is skipped. A delta supersedes no full: it is skipped, too.
 
     With ``delta_every`` some flushes are deltas, on what ``chains`` gives as their base; a full where none is to be
-    had, or where both are due. A full that was skipped takes the place of the next delta.
+    had, or where both are due. A full that was skipped takes the place of the next delta. The first flush is a full,
+    and the next ones are deltas on it, durable or not.
     """
 
     def __init__(
@@ -220,7 +221,7 @@ class Schedule:
                 self._tiers[name] = _Share(every)
 
     def flush_every(self, seconds: float) -> None:
-        """From now on this is the interval between flushes."""
+        """From now on this is the interval between fulls."""
         self._full.every = Every(seconds=seconds)
 
     def extend(
@@ -267,6 +268,8 @@ class Schedule:
         if found is not None:
             kind, base, to_merge = DELTA, found.base, found.merge
             return Decision(step, True, True, wait, supersede, tiers, kind=kind, base=base, merge=to_merge)
+        if self._chains is not None:
+            self._chains.full(step)
         self._full_owed = False
         self._full.restart(step, now)
         self._delta.restart(step, now)

@@ -12,7 +12,8 @@ import asyncio
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -53,6 +54,10 @@ RUNS_PARALLEL = 4
 
 UNSERVED = (Damaged, CannotTell, Pruned, SlotGone, ArenaGone)
 """Errors of one holder that another may make good."""
+
+LACKING = "lacking"
+"""Field of an error: the numbers of an image's chunks whose base nobody has right. All others of what was to be read
+were decoded."""
 
 Key = tuple[int, int]
 """(incarnation, step)"""
@@ -182,7 +187,7 @@ class Bases:
     async def read_into(self, packed: PackedObject, table: Table, offset: int, view: memoryview) -> None:
         """Fill ``view`` with the image's bytes from ``offset`` on. Chunks whose payload cannot be decoded are left
         wrong, for whoever reads compares them with their hashes; Damaged names the object where it ends too early, or
-        the base whose chunk nobody has right."""
+        the base whose chunk nobody has right: then the others are read, and :func:`lacking` tells which are not."""
         chunk_bytes, nbytes = table.chunk_bytes, table.nbytes
         if offset + len(view) > nbytes:
             raise Damaged(
@@ -193,6 +198,8 @@ class Bases:
                 offset=offset,
             )
 
+        lost = _Lost()
+
         async def one(piece: tuple[int, int]) -> None:
             first, end = piece
             begin, stop = first * chunk_bytes, min(end * chunk_bytes, nbytes)
@@ -201,16 +208,19 @@ class Bases:
                 spare = self._take(stop - begin)
                 if offset <= begin and stop <= offset + len(view):
                     out = view[begin - offset : stop - offset]
-                    await self._decode(packed, table, first, end, out, spare, 0)
+                    with lost.caught():
+                        await self._decode(packed, table, first, end, out, spare, 0)
                 else:  # chunks that are wanted in part
                     out = self._take(stop - begin)
-                    await self._decode(packed, table, first, end, out[: stop - begin], spare, 0)
+                    with lost.caught():
+                        await self._decode(packed, table, first, end, out[: stop - begin], spare, 0)
                     low, high = max(begin, offset), min(stop, offset + len(view))
                     view[low - offset : high - offset] = out[low - begin : high - begin]
                     self._give(out)
                 self._give(spare)
 
         await each(_pieces(offset, len(view), chunk_bytes), one, limit=2)
+        lost.tell()
 
     async def decode(
         self,
@@ -242,30 +252,34 @@ class Bases:
         if all(code == REFERENCE for code in codes):
             await self._base(packed, first, end, out, spare, depth)
             return
+        lost = _Lost()
         runs = list(runs_of([first + at for at, code in enumerate(codes) if code in WITH_BASE]))
 
         async def base(run: tuple[int, int]) -> None:
             low = (run[0] - first) * table.chunk_bytes
             high = min((run[1] - first) * table.chunk_bytes, len(out))
-            await self._base(packed, *run, spare[low:high], out[low:high], depth)
+            with lost.caught():
+                await self._base(packed, *run, spare[low:high], out[low:high], depth)
 
         begin, stop = table.span(first, end)
         if depth:  # one level after the other, so that all of them together take no more than one
             await each(runs, base, limit=RUNS_PARALLEL)
             payload = aligned_buffer(stop - begin)[: stop - begin]
             await packed.read(begin, payload)
-            await asyncio.to_thread(_unpack, packed, table, first, end, payload, spare, out)
+            await asyncio.to_thread(_unpack, packed, table, first, end, payload, spare, out, lost.chunks)
+            lost.tell()
             return
         buffer = self._take(stop - begin)
         payload = buffer[: stop - begin]
         await both(each(runs, base, limit=RUNS_PARALLEL), packed.read(begin, payload))
-        await asyncio.to_thread(_unpack, packed, table, first, end, payload, spare, out)
+        await asyncio.to_thread(_unpack, packed, table, first, end, payload, spare, out, lost.chunks)
         self._give(buffer)
+        lost.tell()
 
     async def _base(
         self, packed: PackedObject, first: int, end: int, out: memoryview, spare: memoryview, depth: int
     ) -> None:
-        """The base's chunks ``first`` to ``end`` into ``out``, proved."""
+        """The base's chunks ``first`` to ``end`` into ``out``, proved. Damaged says which are :func:`lacking`."""
         record = packed.record
         if record.base is None:
             name = packed.name
@@ -284,24 +298,29 @@ class Bases:
         async def ask(source: Source) -> None:
             base = await _record_at(source, record, packed.rank)
             bad: list[tuple[int, bytes]] = []
+            below = _Lost()
             for low, high in list(runs_of(missing)):
                 begin = (low - first) * packed.chunk_bytes
                 stop = min((high - first) * packed.chunk_bytes, len(out))
                 part, free = out[begin:stop], spare[begin:stop]
-                if isinstance(source, Chained):
-                    await source.read_chained(
-                        packed.rank, record.name, low * packed.chunk_bytes, part, free, depth + 1
-                    )
-                else:
-                    await source.read_into(packed.rank, record.name, low * packed.chunk_bytes, part)
+                at = low * packed.chunk_bytes
+                with below.caught():
+                    if isinstance(source, Chained):
+                        await source.read_chained(packed.rank, record.name, at, part, free, depth + 1)
+                    else:
+                        await source.read_into(packed.rank, record.name, at, part)
                 bad += await asyncio.to_thread(bad_chunks, part, low, base, packed.chunk_bytes)
             missing[:] = [index for index, _ in bad]
             if bad:
+                below.tell()
                 raise changed_chunk(
                     source.locate(packed.rank, record.name), base, *bad[0], packed.chunk_bytes
                 )
 
-        await self._from_one(record, packed.name, ask)
+        try:
+            await self._from_one(record, packed.name, ask)
+        except Damaged as error:
+            raise _lacking(error, missing) from error
 
     def _take(self, nbytes: int) -> memoryview:
         """A buffer of ``nbytes`` at least; fresh memory is slow."""
@@ -312,6 +331,40 @@ class Bases:
     def _give(self, buffer: memoryview) -> None:
         if len(self._free) < 2 * PIECES_MAX:
             self._free.append(buffer)
+
+
+class _Lost:
+    """Chunks whose base nobody has right, while all others are read."""
+
+    def __init__(self) -> None:
+        self.chunks: set[int] = set()
+        self._errors: list[Damaged] = []
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """An error that tells which chunks are lacking comes later, by :meth:`tell`."""
+        try:
+            yield
+        except Damaged as error:
+            if not lacking(error):
+                raise
+            self._errors.append(error)
+            self.chunks.update(lacking(error))
+
+    def tell(self) -> None:
+        """Raises the error of the first such chunk, if there is one."""
+        if self._errors:
+            raise _lacking(min(self._errors, key=lambda error: min(lacking(error))), self.chunks)
+
+
+def lacking(error: EverstepError | None) -> Collection[int]:
+    """The chunks of the image that was read that alone could not be had; none where that is not so of others."""
+    return error.fields.get(LACKING, ()) if error is not None else ()
+
+
+def _lacking(error: Damaged, chunks: Collection[int]) -> Damaged:
+    fields = {**error.fields, LACKING: tuple(sorted(chunks))}
+    return Damaged(error.message, found=error.found, expected=error.expected, hint=error.hint, **fields)
 
 
 def _pieces(offset: int, nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
@@ -340,11 +393,14 @@ def _unpack(
     payload: memoryview,
     base: memoryview,
     out: memoryview,
+    lost: Collection[int],
 ) -> None:
-    """Decode the chunks ``first`` to ``end`` into ``out``, from their payloads and the base's chunks, which lie in
-    ``base`` where they do in ``out``."""
+    """Decode the chunks ``first`` to ``end`` into ``out``, but for the ``lost`` ones, from their payloads and the
+    base's chunks, which lie in ``base`` where they do in ``out``."""
     start = table.begins[first]
     for index in range(first, end):
+        if index in lost:
+            continue
         at = (index - first) * table.chunk_bytes
         chunk = out[at : at + table.chunk_bytes]
         code = table.encodings[index]

@@ -35,6 +35,7 @@ from everstep.plan.lineage import Lineage
 from .asking import each, writing
 from .catalog import Standing, list_step, look_at, read_decision, read_decision_at, read_numbered, read_vote
 from .equality import equality_facts
+from .flush import UNBASED
 from .runs import now, read_incarnations
 from .votes import check_layouts, read_headers
 
@@ -45,7 +46,7 @@ NAMED_MAX = 8
 """Ranks that an abort record's reason names; more are counted."""
 
 SAYINGS_MAX = 16
-"""Ways of being at odds with rank 0 that are read to be told apart."""
+"""Ways of being at odds with rank 0 that are read to be told apart, and ranks without a base for a delta that are."""
 
 NONE_READ: Mapping[int, Vote] = MappingProxyType({})
 
@@ -112,6 +113,8 @@ async def try_commit(
         reason = await _baseless(backend, parent)
     if reason is not None:
         return await abort_attempt(backend, step, incarnation, attempt, reason=reason[1], rank=reason[0])
+    if parent is not None:
+        facts |= await _unbased(backend, headers, votes)
     manifest = make_manifest(first, headers, "shared" if backend.capabilities.shared else "node", facts)
     reach("manifest.before", names.decision(step, incarnation, attempt))
     decision = await _publish(backend, manifest, attempt)
@@ -237,6 +240,18 @@ async def _baseless(backend: Backend, parent: Parent) -> tuple[None, str] | None
     if isinstance(decision, Manifest):
         return None
     return None, f"its base, step {step} of incarnation {incarnation}, is not there any more"
+
+
+async def _unbased(
+    backend: Backend, headers: Sequence[VoteHeader], votes: Mapping[int, Vote]
+) -> dict[str, Any]:
+    """As a fact, the ranks that had no base for their shares of a delta; of very many only the first are asked."""
+    without = [header for header in headers if header.parent is None and header.images_nbytes]
+    with suppress(NotFound, Damaged):  # whoever reads the checkpoint will find that
+        asked = await each(without[:SAYINGS_MAX], lambda header: _vote_of(backend, header, votes))
+        ranks = [vote.rank for vote in asked if UNBASED in vote.meta]
+        return {UNBASED: ranks} if ranks else {}
+    return {}
 
 
 async def _look_at_base(backend: Backend, manifest: Manifest, parent: Parent) -> Manifest | Abort:

@@ -22,7 +22,7 @@ from everstep.format.vote import ImageRecord
 from everstep.plan.reads import Range, Read, chunk_ranges, clip
 
 from .asking import each
-from .bases import UNSERVED, copy_bytes
+from .bases import UNSERVED, copy_bytes, lacking
 from .proving import bad_chunks, changed_chunk, check_record
 from .sources import Scattering, Source
 
@@ -313,7 +313,7 @@ async def _work(
                 buffer = aligned_buffer(max(piece_bytes, piece.nbytes))
             view = buffer[: piece.nbytes]
             error, bad = await _read(piece, view, targets, pool)
-        if error is None:
+        if error is None or lacking(error):
             report.count(piece.holders[0], piece.nbytes - _nbytes_of(bad, piece))
         if error is not None or bad:
             await _repair(piece, view, bad, error, targets, pool, report)
@@ -333,7 +333,7 @@ async def _read(
     piece: _Piece, view: memoryview, targets: Mapping[int, memoryview], pool: ThreadPoolExecutor
 ) -> tuple[EverstepError | None, Bad]:
     """Read the piece from its first holder, and have its reads done if every chunk is right. Else ``view`` holds what
-    was read."""
+    was read: all but the bad chunks, where these are told beside an error."""
     source = piece.holders[0]
     scattered = _scattered(piece, view, targets) if isinstance(source, Scattering) else None
     try:
@@ -342,7 +342,7 @@ async def _read(
             return None, await _in(pool, _verify_and_copy, piece, view, targets)
         await cast(Scattering, source).read_parts(piece.rank, piece.image, piece.offset, scattered.parts)
     except UNSERVED as error:
-        return error, []
+        return error, await _in(pool, _verify_and_copy, piece, view, targets) if lacking(error) else []
     return None, await _in(pool, scattered.verify)
 
 
@@ -469,12 +469,14 @@ async def _repair(
     """Get the bad chunks (all, when the piece could not be read) from the other holders, then copy."""
     source, chunk_bytes = piece.holders[0], piece.holders[0].chunk_bytes
     repair = _Repair(piece, memoryview(bytearray(view)) if view.readonly else view, pool)
-    if error is not None:
+    lost = lacking(error)
+    if error is not None and not lost:
         end = piece.offset + piece.nbytes
         repair.failed(source, range(piece.offset // chunk_bytes, -(-end // chunk_bytes)), error)
     for index, found in bad:
         name = source.locate(piece.rank, piece.image)
-        repair.failed(source, [index], changed_chunk(name, piece.record, index, found, chunk_bytes))
+        changed = changed_chunk(name, piece.record, index, found, chunk_bytes)
+        repair.failed(source, [index], error if error is not None and index in lost else changed)
     for other in piece.holders[1:]:
         if repair.missing:
             await repair.ask(other)
@@ -514,11 +516,14 @@ class _Repair:
         piece, chunk_bytes = self._piece, self._chunk_bytes
         begin = run.start * chunk_bytes
         part = self.view[begin - piece.offset : run.stop * chunk_bytes - piece.offset]
+        problem: EverstepError | None = None
         try:
             await source.read_into(piece.rank, piece.image, begin, part)
         except UNSERVED as error:
-            self.failed(source, run, error)
-            return
+            problem = error
+            if not lacking(error):
+                self.failed(source, run, error)
+                return
         loop = asyncio.get_running_loop()
         bad = dict(
             await loop.run_in_executor(self._pool, bad_chunks, part, run.start, piece.record, chunk_bytes)
@@ -526,9 +531,9 @@ class _Repair:
         for index in run:
             if index in bad:
                 name = source.locate(piece.rank, piece.image)
-                self.failed(
-                    source, [index], changed_chunk(name, piece.record, index, bad[index], chunk_bytes)
-                )
+                changed = changed_chunk(name, piece.record, index, bad[index], chunk_bytes)
+                lost = problem is not None and index in lacking(problem)
+                self.failed(source, [index], problem if problem is not None and lost else changed)
             else:
                 self._served[index] = source, self.missing.pop(index)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -53,6 +53,10 @@ META_REGION = "meta"
 IMAGE_REGION = "image:"
 """Names of a slot's regions; an image's region is this and the image's name."""
 
+
+UNBASED = "unbased"
+"""In what a vote says of its rank: a share of a delta for which no base could be used. In a manifest's facts: the ranks
+that say so."""
 
 NotesOf = Callable[[str], Notes]
 """What is remembered of an object's upload, by the object's name."""
@@ -112,12 +116,14 @@ async def flush_rank(
     notes: NotesOf | None = None,
     base: DurableSource | None = None,
     compress: str | None = None,
+    delta: bool = False,
 ) -> Vote:
     """Write the pinned snapshot as ``job``'s share and vote. Doing it again, after a crash at any point, ends
     in the same vote. ``layouts`` are hashes of those that were found right on the backend before; this one is added.
     ``notes`` gives, by an object's name, what its writer remembers over a crash. With ``base``, an older checkpoint,
     images are stored as deltas of its images (:mod:`.packing`), with ``compress="zstd"`` packed without one where there
-    is none; state images are always plain. A base that cannot be read, or has another layout, is done without.
+    is none; state images are always plain. A base that cannot be read, or has another layout, is done without; where
+    the checkpoint is to be a ``delta``, the vote says so then (:data:`UNBASED`).
 
     Raises SaveFailed or StorageFull (nothing counts; the same attempt may be tried again), SaveAbandoned (the
     attempt was given up), SlotGone (the slot was reused), Damaged (the slot's bytes changed after sealing),
@@ -151,6 +157,18 @@ async def flush_rank(
                 limit=parallel,
             )
         )
+    said: dict[str, Any] = {UNBASED: True} if delta and _is_unbased(packing, records) else {}
+    return await publish_vote(backend, job, await _seal(job, pinned, encoded, records, said))
+
+
+async def _seal(
+    job: FlushJob,
+    pinned: Pinned,
+    encoded: bytes,
+    records: tuple[ImageRecord, ...],
+    said: dict[str, Any],
+) -> Vote:
+    """Seal the slot with the hashes of what was written; the vote, which says what the slot does, and ``said``."""
     meta = read_meta(bytes(pinned.view(META_REGION)), f"slot of rank {job.rank}, meta")
     hashes = (
         await asyncio.to_thread(entry_hashes, pinned, encoded, meta, job.world) if HASHES in meta else None
@@ -158,8 +176,7 @@ async def flush_rank(
     pinned.seal(tuple([record.plain() for record in records]))
     pinned.check()
     meta.pop(HASHES, None)
-    vote = _vote(job, pinned, records, hashes, meta)
-    return await publish_vote(backend, job, vote)
+    return _vote(job, pinned, records, hashes, {**meta, **said})
 
 
 def _place(job: FlushJob) -> tuple[int, int, int, int]:
@@ -267,6 +284,13 @@ async def _packing_for(
         return None
     layout = await asyncio.to_thread(decode, encoded)
     return _PackingFor(layout, bases, compress is not None)
+
+
+def _is_unbased(packing: _PackingFor | None, records: Sequence[ImageRecord]) -> bool:
+    """Whether there was no base for anything, though there is something to store."""
+    return not (packing is not None and packing.bases) and any(
+        record.nbytes for record in records if record.name != STATE_IMAGE
+    )
 
 
 async def _bases_of(job: FlushJob, pinned: Pinned, base: DurableSource) -> dict[str, Base]:

@@ -266,9 +266,13 @@ async def _checkpoint(run: _Run, checkpoint: _Checkpoint, images: Images) -> Asy
             yield finding
     for attempt, decision in sorted(checkpoint.decisions.items()):
         files = _files(run, found, attempt)
-        if isinstance(decision, Abort) and files:
+        replaced = isinstance(standing, Manifest) and standing.attempt > attempt
+        if files and (isinstance(decision, Abort) or (replaced and isinstance(decision, Manifest))):
             name = names.attempt_dir(found.step, found.incarnation, attempt)
-            why = f"attempt {attempt} was given up ({decision.reason}); {len(files)} files remain"
+            how = (
+                f"given up ({decision.reason})" if isinstance(decision, Abort) else "replaced by a later one"
+            )
+            why = f"attempt {attempt} was {how}; {len(files)} files remain"
             yield Finding(Severity.INFO, Kind.LEFTOVER, name, found.step, found.incarnation, why)
 
 

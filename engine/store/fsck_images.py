@@ -7,7 +7,7 @@ import mmap
 import random
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
 
 from everstep.backends.api import Backend
@@ -21,7 +21,7 @@ from everstep.format.vote import STATE_IMAGE, ImageRecord, StoredRecord
 from everstep.plan.coverage import check_coverage
 
 from .asking import each
-from .bases import Bases, Key
+from .bases import Bases, Key, lacking
 from .catalog import list_step, read_decision, read_layout
 from .proving import bad_chunks, changed_chunk, check_record
 from .sources import DurableSource
@@ -199,8 +199,8 @@ class Images:
                 if self.chunk_bytes is not None:
                     check_record(record, self.chunk_bytes, name)
                 if not self.quick:
-                    await self._object(source, rank, record, name)
-                    await self._chunks(source, rank, record, name)
+                    errors = await self._object(source, rank, record, name)
+                    return errors or await self._chunks(source, rank, record, name)
             else:
                 await self._size_alone(source, record, name)
         except Pruned:
@@ -227,31 +227,39 @@ class Images:
         extent = self._extent
         return extent.sample >= 1 or random.Random(f"{extent.seed} {piece}").random() < extent.sample
 
-    async def _object(self, source: DurableSource, rank: int, record: ImageRecord, name: str) -> None:
+    async def _object(
+        self, source: DurableSource, rank: int, record: ImageRecord, name: str
+    ) -> list[EverstepError]:
         """Read a packed image's object as it is stored: bytes that decoding does not need may be damaged, too."""
         if record.stored is None:
-            return
+            return []
 
         async def read(offset: int, view: memoryview) -> None:
             await source.read_object(rank, record, offset, view)
 
-        await self._read(read, record.stored, name)
+        return await self._read(read, record.stored, name)
 
-    async def _chunks(self, source: DurableSource, rank: int, record: ImageRecord, name: str) -> None:
-        """Read all of the image, with what it is based on."""
+    async def _chunks(
+        self, source: DurableSource, rank: int, record: ImageRecord, name: str
+    ) -> list[EverstepError]:
+        """Read all of the image, with what it is based on; what is wrong with the base."""
 
         async def read(offset: int, view: memoryview) -> None:
             await source.read_into(rank, record.name, offset, view)
 
-        await self._read(read, record, name)
+        return await self._read(read, record, name)
 
-    async def _read(self, read: ReadInto, record: ImageRecord | StoredRecord, name: str) -> None:
-        """Read all; Damaged names the first bad chunk and counts the others."""
+    async def _read(
+        self, read: ReadInto, record: ImageRecord | StoredRecord, name: str
+    ) -> list[EverstepError]:
+        """Read all; the error names the first bad chunk and counts the others. Chunks whose base is damaged are none of
+        these: the first of them is given back."""
         assert self.chunk_bytes is not None
         check_record(record, self.chunk_bytes, name)
         step = max(PIECE_BYTES // self.chunk_bytes, 1) * self.chunk_bytes
         buffer = self._buffers.pop() if self._buffers else mmap.mmap(-1, step)
         bad: list[tuple[int, bytes]] = []
+        of_base: list[EverstepError] = []
         try:
             for start in range(0, record.nbytes, step):
                 view = memoryview(buffer)[: min(step, record.nbytes - start)]
@@ -259,10 +267,18 @@ class Images:
                     self.unread_bytes += len(view)
                     continue
                 await self._limit.take(len(view))
-                await read(start, view)
-                self.proved_bytes += len(view)
+                lost: Collection[int] = ()
+                try:
+                    await read(start, view)
+                except Damaged as lacks:
+                    lost = lacking(lacks)
+                    if not lost:
+                        raise
+                    of_base = of_base or [lacks]
+                self.proved_bytes += max(len(view) - len(lost) * self.chunk_bytes, 0)
                 first = start // self.chunk_bytes
-                bad += await asyncio.to_thread(bad_chunks, view, first, record, self.chunk_bytes)
+                found = await asyncio.to_thread(bad_chunks, view, first, record, self.chunk_bytes)
+                bad += [one for one in found if one[0] not in lost]
         finally:
             self._buffers.append(buffer)
         if bad:
@@ -274,4 +290,5 @@ class Images:
                     expected=error.expected,
                     **error.fields,
                 )
-            raise error
+            return [error, *of_base]
+        return of_base

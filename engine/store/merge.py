@@ -17,7 +17,7 @@ from everstep.format.records import RunRecord
 from everstep.format.vote import ImageRecord, Vote
 
 from .asking import each, writing
-from .flush import FlushJob, NotesOf, publish_vote, refuse_decided
+from .flush import UNBASED, FlushJob, NotesOf, publish_vote, refuse_decided
 from .sources import DurableSource
 from .streaming import Streaming
 
@@ -74,5 +74,6 @@ async def merge_rank(
     await each(former.images, write, limit=IMAGES_PARALLEL)
     reach("merge.vote.before", names.vote(*place))
     images = tuple([record.plain() for record in former.images])
-    vote = replace(former, attempt=job.attempt, kind="full", images=images)
+    meta = {key: value for key, value in former.meta.items() if key != UNBASED}
+    vote = replace(former, attempt=job.attempt, kind="full", images=images, meta=meta)
     return await publish_vote(backend, job, vote)

@@ -27,7 +27,7 @@ from everstep.format.packed import REFERENCE, WITH_BASE, encode_tail, tail_bytes
 from everstep.format.vote import DELTA, PACKED, ImageRecord, StoredRecord
 
 from .asking import each, writing
-from .bases import RUNS_PARALLEL, UNSERVED, copy_bytes, runs_of
+from .bases import RUNS_PARALLEL, UNSERVED, copy_bytes, lacking, runs_of
 
 if TYPE_CHECKING:
     from .flush import FlushJob
@@ -206,6 +206,8 @@ class _Packing:
                 await base.source.read_into(self._rank, self._image, (first + low) * size, part)
             except UNSERVED as error:
                 log.warning("rank %d, %s: coded without its base: %s", self._rank, self._image, error)
+                lost = lacking(error)
+                there.update(at for at in range(low, high) if lost and first + at not in lost)
             else:
                 there.update(range(low, high))
 

@@ -19,6 +19,7 @@ from everstep.format.manifest import Manifest, RankRecord
 from everstep.format.vote import ImageRecord, StoredRecord, Vote, decode_vote, vote_hash
 
 from .asking import writing
+from .bases import lacking
 from .catalog import list_step, read_decision
 from .memories import Images, Memory
 from .mirror import read_small
@@ -247,8 +248,9 @@ async def _try(
     every = list(range(start, start + len(view), chunk_bytes))
     try:
         await holder.read(start, view)
-    except (BackendError, EverstepError):
-        return every
+    except (BackendError, EverstepError) as error:
+        if isinstance(error, BackendError) or not lacking(error):
+            return every
     found = await asyncio.to_thread(chunk_hashes, view, chunk_bytes)
     first = start // chunk_bytes * HASH_BYTES
     expected = stored.chunks[first : first + len(found)]

@@ -30,7 +30,7 @@ PIECE_BYTES = 8 << 20
 NEIGHBOURS_MAX = 4
 """Votes, of other ranks and of other steps, after whose pattern the lost one is made."""
 
-FOUND_LATER = ("equal", "audit", "disagreements")
+FOUND_LATER = ("equal", "audit", "disagreements", "unbased")
 """Facts that a manifest has of comparing votes, and no vote."""
 
 Place = tuple[int, int, int, int]

@@ -133,7 +133,7 @@ async def rotate(
     if not (await work.finish(graves) and await work.remove(wanted)) or await is_superseded():
         report.superseded = True
     else:
-        await _collect(backend, standing, keep, is_gone, report)
+        await _collect(backend, standing, keep, is_gone, report, held)
         if look is not None and look.expired:
             await remove_pins(backend, look.expired)
             report.pins.extend(look.expired)
@@ -448,8 +448,11 @@ async def _collect(
     keep: set[Key],
     is_gone: Callable[[int], bool],
     report: RotationReport,
+    held: Callable[[], Collection[Key]],
 ) -> None:
-    """Remove attempts that were given up, and give up those whose writer is gone."""
+    """Remove attempts that were given up, or that another one took the place of, and give up those whose writer is
+    gone. What this process reads of such an attempt, as the base of a flush, it reads to its end; others who do are
+    told that it was replaced, and find the other one."""
     newest = max(keep | {found.key for found, seen in standing.items() if seen.stands}, default=None)
     for found, seen in standing.items():
         if seen.tombstone is not None or (seen.stands and found.attempts == (seen.attempt,)):
@@ -476,6 +479,8 @@ async def _collect(
             against = isinstance(decision, Abort) or (
                 decision is not None and seen.stands and seen.attempt != attempt
             )
+            if isinstance(decision, Manifest) and found.key in held():
+                continue
             if against and (gone or past or attempt < max(found.decisions, default=0)):
                 await delete_attempt(backend, found.place, attempt, report)
                 report.collected.append((found.key, attempt))

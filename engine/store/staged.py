@@ -17,14 +17,16 @@ from everstep.format import names
 from everstep.format.manifest import Manifest
 from everstep.format.records import RunRecord, decode_run, encode_run
 from everstep.format.vote import Vote, header_of
+from everstep.plan.chains import next_bases
 from everstep.plan.lineage import Lineage
-from everstep.plan.retention import Retention, plan_retention
+from everstep.plan.retention import Facts, Retention, plan_retention
 
 from .asking import each, reading, writing
 from .bases import Bases
 from .catalog import StepNames, list_step, list_steps, read_decision, read_vote, voted_ranks
 from .commit import make_manifest
 from .mirror import mirror_rank, missing_ranks
+from .shelf import base_of_attempt
 from .sources import NODE, DurableSource, Source, bases_at
 
 STAGED_MAX = 16
@@ -186,15 +188,42 @@ async def retain(
     newest: Key,
     in_use: Collection[Key] = (),
     protected: Collection[Key] = (),
+    *,
+    stood: dict[StepNames, Key | None] | None = None,
 ) -> list[Key]:
     """Remove from a node's tier what ``retention`` gives up; what was removed. Of what is newer than ``newest``, the
-    newest checkpoint at the root, of what is ``in_use``, and of the ``protected`` nothing goes. Raises CannotTell,
-    SaveFailed."""
-    found = [one.key for one in await list_steps(near) if one.key <= newest and one.key not in in_use]
-    removed = plan_retention(found, retention, lineage, protected).remove
+    newest checkpoint at the root, of what is ``in_use``, and of the ``protected`` nothing goes, nor of what stands
+    there below any that stays, or may be the base of the next delta. ``stood`` remembers, from one call to the next,
+    what deltas stand on. Raises CannotTell, SaveFailed."""
+    steps = await list_steps(near)
+    parents = await _parents(near, steps, {} if stood is None else stood)
+    there = set(parents)
+    staying = [key for key in parents if key > newest or key in in_use]
+    needed = {*protected, *[base for key in staying if (base := parents[key]) is not None]}
+    if any(parents.values()):
+        needed |= next_bases(parents)
+    # What is missing here is read from the root: that a base is gone makes no delta worthless.
+    facts = {key: Facts(base if base in there else None) for key, base in parents.items()}
+    found = [key for key in parents if key not in staying]
+    removed = plan_retention(found, retention, lineage, needed, facts=facts).remove
     for incarnation, step in removed:
         await discard(near, names.checkpoint_dir(step, incarnation))
     return list(removed)
+
+
+async def _parents(
+    near: Backend, steps: Sequence[StepNames], stood: dict[StepNames, Key | None]
+) -> dict[Key, Key | None]:
+    """What the staged shares stand on, by their votes; None: they are full."""
+
+    async def of(found: StepNames) -> None:
+        bases = [await base_of_attempt(near, found, attempt) for attempt in found.attempts]
+        stood[found] = next((base for base in reversed(bases) if base is not None), None)
+
+    await each([found for found in steps if found not in stood], of)
+    for gone in set(stood) - set(steps):
+        del stood[gone]
+    return {found.key: stood[found] for found in steps}
 
 
 async def _run_at(near: Backend) -> RunRecord | None:

@@ -87,7 +87,7 @@ def test_other_nodes_are_seen_by_their_beacons(two: Path, lit: Callable[..., Non
         "memory": {"step": 8},
         "protected": {"step": 7},
         "complete": {"step": 7},
-        "durable": {"step": 1, "age_s": 30.0, "age_by": "agent"},
+        "durable": {"step": 1, "kind": "full", "base": None, "age_s": 30.0, "age_by": "agent"},
     }
     assert said.json["queue"] == 2 and said.json["ranks"][1]["node"] == "b"
     assert sorted(path.name for path in two.rglob("*") if "live" not in str(path)) == before, (
@@ -151,12 +151,36 @@ def test_spare_nodes_are_listed(two: Path, monkeypatch: pytest.MonkeyPatch, tmp_
     assert "spare node h:3: keeps nothing of this node" in said.output
 
 
+def test_kinds_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = {"incarnation": 1, "step": 1, "attempt": 1}
+    made = [manifest(1, 1), manifest(2, 1, kind="delta", parent=base)]
+    root = bare_run(tmp_path / "run", incarnation(1), manifests=made)
+    flushes = [
+        {"step": 3, "kind": "delta", "base": 1, "attempt": 1},
+        {"step": 4, "kind": "full", "base": None},
+    ]
+    status = {"pid": 1, "flushes": flushes, "merging": [2], "live": {}}
+    monkeypatch.setattr("everstep.cli.sight._agent_status", lambda place, run_ids: status)
+    said = CliRunner().invoke(main, ["status", str(root), "--memory", str(tmp_path)]).output
+    assert re.search(r"^durable +2  delta on step 1, ", said, re.M), said
+    for line in (
+        "flushing step 3: delta on step 1",
+        "flushing step 4: full",
+        "step 2: a delta that is being",
+    ):
+        assert line in said
+    said = CliRunner().invoke(main, ["status", str(root), "--json", "--memory", str(tmp_path)]).output
+    told = json.loads(said)
+    assert told["flushes"][0] == {"step": 3, "kind": "delta", "base": 1} and told["merging"] == [2]
+    assert (told["tiers"]["durable"]["kind"], told["tiers"]["durable"]["base"]) == ("delta", 1)
+
+
 def test_text_for_people(two: Path, lit: Callable[..., None], tmp_path: Path) -> None:
     lit(two, beacon("a", 0), beacon("b", 1))
     out = everstep("status", two, "--memory", tmp_path).out
     assert re.search(r"^healthy: incarnation 1, 2 rank", out)
     assert re.search(r"^ *1  b +11  alive +8 +0\.5 s", out, re.M)
-    assert re.search(r"^durable +1  30\.0 s ago$", out, re.M)
+    assert re.search(r"^durable +1  full, 30\.0 s ago$", out, re.M)
     assert "flushes unfinished: 2" in out
 
 

@@ -12,6 +12,7 @@ from everstep.backends.files import LocalBackend
 from everstep.errors import Damaged, EverstepError, Pruned, UnknownFormat
 from everstep.format import names, packed
 from everstep.format.manifest import Manifest
+from everstep.store.bases import lacking
 from everstep.store.findings import Kind, Severity
 from everstep.store.fsck import check
 from everstep.store.fsck_images import Images
@@ -99,8 +100,8 @@ def test_fsck_reads_objects_and_what_they_decode_to(
 ) -> None:
     """Either look finds a damaged payload by itself; a damaged base only the one that decodes."""
 
-    async def nothing(*_: object) -> None:
-        pass
+    async def nothing(*_: object) -> list[EverstepError]:
+        return []
 
     async def work(backend: LocalBackend) -> None:
         await two(backend)
@@ -146,6 +147,50 @@ def test_a_damaged_chunk_of_the_base_comes_from_the_next_holder_of_the_base(
         await other.close()
 
     kit.on(tmp_path, work)
+
+
+def test_only_the_chunks_that_need_a_bad_one_of_the_base_are_lost(tmp_path: Path) -> None:
+    """Of a piece that is decoded at once; the others are read, and right, whatever the length of the chain."""
+    bad = 9
+
+    async def work(backend: LocalBackend) -> None:
+        states, manifest = STATES, await kit.save(backend, 1, STATES)
+        for step in (2, 3):
+            states = [kit.dense(data, 10 * step + rank) for rank, data in enumerate(states)]
+            manifest = await kit.save(backend, step, states, kit.source_of(backend, manifest))
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        path = tmp_path / "run" / BASE
+        for some in ([bad], [bad, bad + 2]):
+            path.write_bytes(flipped(some[-1] * kit.CHUNK + 7)(path.read_bytes()))
+            view = bytearray(NBYTES)
+            with pytest.raises(Damaged) as caught:
+                await kit.source_of(backend, manifest).read_into(0, "model", 0, memoryview(view))
+            assert (caught.value.name, caught.value.fields["offset"]) == (BASE, bad * kit.CHUNK)
+            assert list(lacking(caught.value)) == some
+            expected = states[0]["model"]
+            assert [at for at in range(COUNT) if part(view, at) != part(expected, at)] == some
+        inner = bytearray(100)  # a chunk that is wanted in part, beside the bad one
+        await kit.source_of(backend, manifest).read_into(
+            0, "model", (bad + 1) * kit.CHUNK + 5, memoryview(inner)
+        )
+        assert inner == part(states[0]["model"], bad + 1)[5:105]
+        found = await findings(backend)
+        assert list(found) == [BASE] and all(f"offset {bad * kit.CHUNK}" in one for one in found[BASE])
+        # The other holder of the delta gives these chunks, and no others.
+        other = LocalBackend(tmp_path / "copy")
+        report = await kit.load([kit.source_of(backend, manifest), kit.source_of(other, manifest)], states)
+        told = {(one.offset // kit.CHUNK, str(one.error.fields["name"])) for one in report.fallbacks}
+        assert told == {(at, BASE) for at in (bad, bad + 2)}
+        path = tmp_path / "run" / names.packed(3, 1, 1, 0, "model")
+        path.write_bytes(flipped(15_000)(path.read_bytes()))  # and this one by itself
+        assert set(await findings(backend)) == {BASE, names.packed(3, 1, 1, 0, "model")}
+        await other.close()
+
+    kit.on(tmp_path, work)
+
+
+def part(image: bytearray, index: int) -> bytearray:
+    return image[index * kit.CHUNK : (index + 1) * kit.CHUNK]
 
 
 async def _gone(tmp_path: Path, backend: LocalBackend) -> str:

@@ -44,6 +44,8 @@ def test_agent_killed_while_merging(root: Path, monkeypatch: pytest.MonkeyPatch,
     until(lambda: not ckpt.status()["agent"]["merging"], "all merges are over")
     full = next(step for step, one in stands(root).items() if one.attempt == 2)
     merged(root, full)
+    ckpt.save(11, work.at(11)).wait()
+    until(lambda: not list(root.glob(f"checkpoints/{full:09d}/*/a1/*")), "the delta's objects go")
     assert all(is_bit_equal(root, step, work) for step in range(1, 11))
     ckpt.close()
 
@@ -53,7 +55,7 @@ def test_trainer_and_agent_killed(root: Path, script: object) -> None:
     body = """
     from tests.delta.runs_kit import *
     work = Adapter()
-    ckpt = deltas(root, full_every=None, max_chain=3, agent="process")
+    ckpt = deltas(root, full_every=None, max_chain=6, agent="process")
     ckpt.load(work.at(0))
     for step in range(1, 8):
         ckpt.step(step, work.at(step)).wait()
@@ -68,7 +70,7 @@ def test_trainer_and_agent_killed(root: Path, script: object) -> None:
     assert before[7].kind == "delta" and all(one.attempt == 1 for one in before.values())
     forget_memory(root)
     work = Adapter()
-    with deltas(root, full_every=None, max_chain=3, agent="process") as ckpt:
+    with deltas(root, full_every=None, max_chain=6, agent="process") as ckpt:
         assert ckpt.load(work.at(0)) == 7
         train(ckpt, work, range(8, 12))
         assert stands(root)[8].kind == "delta"

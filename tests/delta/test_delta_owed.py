@@ -12,9 +12,10 @@ import pytest
 from everstep.agent.client import Progress
 from everstep.agent.flushes import Flush, Job
 from everstep.agent.journal import JobEntry, LmdbJournal, MergeEntry, MirrorEntry
-from everstep.agent.merging import WAITING_MAX, Merges, merge_of
+from everstep.agent.merging import WAIT_S, WAITING_MAX, Merges, merge_of
 from everstep.agent.mirrors import Line
 from everstep.agent.uploads import _spare
+from everstep.agent.writing import Jobs
 from everstep.outcomes import Outcomes
 from everstep.plan.chains import Key
 
@@ -128,6 +129,67 @@ def test_of_too_many_merges_the_oldest_is_given_up(monkeypatch: pytest.MonkeyPat
         return owed
 
     assert asyncio.run(main()) == {(1, 3), (1, 4)} and dropped == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("lost", "at_work", "seconds", "expected"),
+    [
+        ([], False, 10.0, ""),
+        ([], False, 31.0, "the shares of ranks [1, 2] did not come within 30 s"),
+        ([], True, 31.0, ""),  # it is slow
+        ([], True, WAIT_S + 1, "the shares of ranks [1, 2] did not come within 3600 s"),
+        ([2], True, 3.0, "ranks [2]: gone"),
+        ([2], False, 1.0, ""),  # most come sooner
+    ],
+)
+def test_how_long_the_shares_of_other_nodes_are_waited_for(
+    lost: list[int], at_work: bool, seconds: float, expected: str
+) -> None:
+    class Owner:
+        patience_s = 30.0
+
+        async def lost_elsewhere(self, incarnation: int, missing: list[int]) -> tuple[list[int], str]:
+            assert (incarnation, missing) == (1, [1, 2])
+            return lost, "gone"
+
+        def at_work_elsewhere(self, missing: list[int]) -> bool:
+            return at_work
+
+    merges = Merges.__new__(Merges)
+    owner: Any = Owner()
+    merges._owner = owner
+    assert asyncio.run(merges._why_not(replace(MERGE, world=3), (0,), seconds)) == expected
+
+
+def test_a_delta_is_written_behind_the_verdict_on_its_base() -> None:
+    def job(step: int, base: int | None, rank: int = 0) -> tuple[Flush, Job]:
+        flush = known.setdefault(step, Flush(1, step, 1, 2))
+        none: Any = None
+        entry = replace(JOB, step=step, rank=rank, base=None if base is None else (1, base))
+        made = flush.jobs[rank] = Job(entry, none)
+        return flush, made
+
+    async def main() -> list[tuple[int, int]]:
+        jobs = Jobs(lambda key: key[1] in waiting)
+        for one in [job(1, None), job(2, 1), job(1, None, 1), job(3, None), job(4, 2)]:
+            jobs.put(*one)
+        found = [await jobs.next() for _ in range(2)]
+        rest = asyncio.ensure_future(jobs.next())
+        await asyncio.sleep(0.01)
+        assert not rest.done() and len(jobs) == 3  # a later one does not pass by
+        waiting.remove(1)
+        jobs.look()
+        found += [await rest, await jobs.next()]
+        known[4].settled = True
+        last = asyncio.ensure_future(jobs.next())
+        await asyncio.sleep(0.01)
+        assert not last.done() and len(jobs) == 0
+        last.cancel()
+        return [(one.entry.step, one.entry.rank) for _, one in found]
+
+    known: dict[int, Flush] = {}
+    waiting = {1, 2, 3}
+    assert asyncio.run(main()) == [(1, 0), (1, 1), (2, 0), (3, 0)]
 
 
 def test_which_flush_makes_way() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.facade.kit import forget_memory, torchrun, until
+from tests.nvme.kit import staged
 
 from .runs_kit import Adapter, chain, deltas, is_bit_equal, merged, stands
 
@@ -65,6 +66,36 @@ def test_each_node_merges_what_its_ranks_wrote(root: Path, agent: str) -> None:
         assert stands(root)[10].kind == "full"
 
 
+CUT = """
+from tests.delta.runs_kit import *
+rank = int(os.environ["RANK"])
+work = Adapter(rank)
+ckpt = deltas(root, agent="inline", full_every=None, node=f"node-{rank}")
+ckpt.load(work.at(0))
+for step in range(1, 4):
+    ckpt.step(step, work.at(step)).wait()
+if rank == 1:
+    [image] = root.glob("checkpoints/*1/*/a1/rank-00001.*.safetensors")
+    os.truncate(image, 4096)
+for step in range(4, 12):
+    ckpt.step(step, work.at(step)).wait()
+ckpt.close()
+"""
+
+
+def test_a_base_that_is_lost_to_another_node_makes_a_full(root: Path) -> None:
+    """Rank 0 has it still, and hears of it by the checkpoint's manifest."""
+    torchrun(CUT, root)
+    there = stands(root)
+    kinds = [there[step].kind for step in range(1, 12)]
+    after = 1 + kinds.index("full", 1)
+    assert kinds[:4] == ["full", "delta", "delta", "delta"] and kinds.count("full") == 2
+    assert 5 <= after <= 8 and kinds[after - 1] == "full"  # what was decided ahead comes before
+    assert all(there[step].base == after for step in range(after + 1, 12))
+    votes = sorted((root / "checkpoints" / "000000004").glob("*/a1/rank-*.model.*"))
+    assert [vote.suffix for vote in votes] == [".packed", ".safetensors"]
+
+
 def test_a_delta_takes_its_chain_to_a_further_tier(root: Path, tmp_path: Path) -> None:
     far = tmp_path / "far"
     work = Adapter()
@@ -97,6 +128,26 @@ def test_a_merged_full_goes_where_the_delta_went(root: Path, tmp_path: Path) -> 
     assert all(is_bit_equal(far, step, work) for step in (full, 9))
 
 
+def test_the_nodes_own_tier_keeps_bases(root: Path, tmp_path: Path) -> None:
+    """So a delta is made without a look at the root's images."""
+    near = tmp_path / "near"
+    work = Adapter()
+    ckpt = deltas(root, tiers=[everstep.Tier(near, scope="node", keep_last=1)], full_every=None)
+    ckpt.load(work.at(0))
+    for step in range(1, 4):
+        ckpt.step(step, work.at(step)).wait()
+    full = max(step for step, one in stands(root).items() if one.kind == "full")
+    (image,) = root.glob(f"checkpoints/{full:09d}/*/a1/*.safetensors")
+    whole = image.rename(tmp_path / "away")
+    for step in range(4, 8):
+        ckpt.step(step, work.at(step)).wait()
+    ckpt.close()
+    assert [stands(root)[step].base for step in range(4, 8)] == [full] * 4
+    assert staged(near) == [full, 7]
+    whole.rename(image)
+    assert is_bit_equal(root, 7, work)
+
+
 def test_through_the_nodes_own_tier(root: Path, tmp_path: Path) -> None:
     near = tmp_path / "near"
     work = Adapter()
@@ -109,6 +160,8 @@ def test_through_the_nodes_own_tier(root: Path, tmp_path: Path) -> None:
     there = stands(root)
     assert there[10].kind == "delta" and any(one.attempt == 2 for one in there.values())
     assert list(near.glob("checkpoints/*/*/*/*.packed"))
+    fulls = [step for step, one in there.items() if one.attempt == 2]
+    assert not set(fulls) & set(staged(near))  # they are at the root, and nothing is kept for them here
     assert all(is_bit_equal(root, step, work) for step in there)
     forget_memory(root)
     again = deltas(root, tiers=[everstep.Tier(near, scope="node")], full_every=None)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import everstep
 import pytest
 import torch
 from everstep.errors import Damaged
+from everstep.store.commit import abort_attempt, try_commit
+from everstep.store.sources import DurableSource
 
 from tests.facade.kit import forget_memory, steps_on_disk, until
 
@@ -22,8 +26,8 @@ def test_deltas_are_flushed_by_the_schedule_and_loaded_bit_by_bit(root: Path) ->
     ckpt.close()
     found = stands(root)
     fulls = [step for step, one in found.items() if one.kind == "full"]
-    assert fulls[0] == 1 and 10 in fulls and all(found[step].kind == "delta" for step in (4, 6, 8, 12))
-    assert [found[step].base for step in (6, 8, 14)] == [1 if 2 not in fulls else 2] * 2 + [10]
+    assert fulls[:2] == [1, 10] and all(found[step].kind == "delta" for step in (2, 4, 6, 8, 12))
+    assert [found[step].base for step in (2, 8, 14)] == [1, 1, 10]
     for step in found:
         assert is_bit_equal(root, step, work), step
     forget_memory(root)
@@ -32,6 +36,55 @@ def test_deltas_are_flushed_by_the_schedule_and_loaded_bit_by_bit(root: Path) ->
     with deltas(root) as other:
         state = again.at(0)
         assert other.load(state) == 14 and work.is_at(14, state)
+
+
+def test_after_one_full_all_are_deltas(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that are asked for before it is durable: they are written behind it."""
+    calm: list[bool] = []
+
+    async def commit(*args: Any, **options: Any) -> Any:
+        while not calm:
+            await asyncio.sleep(0.01)
+        return await try_commit(*args, **options)
+
+    monkeypatch.setattr("everstep.agent.pipeline.try_commit", commit)
+    work = Adapter()
+    ckpt = deltas(root, full_every=None, memory=everstep.Memory(slots=6))
+    ckpt.load(work.at(0))
+    handles = [ckpt.step(step, work.at(step)) for step in range(1, 5)]
+    assert [one.kind for one in handles if one] == ["full", "delta", "delta", "delta"]
+    assert repr(handles[1]) == "SaveHandle(step=2, delta, on its way)"
+    until(lambda: list(root.glob("checkpoints/*/*/a1/*.vote")), "the full is written")
+    assert not stands(root) and ckpt.status()["unfinished"] == [1, 2, 3, 4]
+    calm.append(True)
+    train(ckpt, work, range(5, 8))
+    ckpt.close()
+    found = stands(root)
+    assert [found[step].base for step in range(1, 8)] == [None, 1, 1, 1, 1, 1, 1]
+    assert all(is_bit_equal(root, step, work) for step in found)
+
+
+def test_a_first_full_that_comes_to_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was to stand on it is stored in full, and what comes then stands on that."""
+
+    async def commit(backend: Any, step: int, *args: Any, **options: Any) -> Any:
+        if step == 1:
+            return await abort_attempt(backend, step, *args[:2], reason="no luck")
+        return await try_commit(backend, step, *args, **options)
+
+    monkeypatch.setattr("everstep.agent.pipeline.try_commit", commit)
+    work = Adapter()
+    ckpt = deltas(root, full_every=None, memory=everstep.Memory(slots=6))
+    ckpt.load(work.at(0))
+    with pytest.warns(RuntimeWarning, match="no luck"):
+        ckpt.step(1, work.at(1))
+        for handle in [ckpt.step(step, work.at(step)) for step in (2, 3)]:
+            handle.wait()
+        train(ckpt, work, range(4, 9))
+    ckpt.close()
+    found = stands(root)
+    assert 1 not in found and found[2].kind == "full" and found[8].kind == "delta"
+    assert all(is_bit_equal(root, step, work) for step in found)
 
 
 def test_what_does_not_change_costs_nothing(root: Path) -> None:
@@ -79,6 +132,66 @@ def test_chains_of_previous_ones_are_no_longer_than_allowed(root: Path) -> None:
     ckpt.close()
 
 
+@pytest.mark.parametrize("base", ["full", "previous"])
+def test_chains_are_short_though_no_merge_comes_to_its_turn(
+    root: Path, monkeypatch: pytest.MonkeyPatch, base: str
+) -> None:
+    monkeypatch.setattr("everstep.agent.tiers.Tiers.is_recovering", lambda self: True)
+    work = Adapter()
+    ckpt = deltas(root, full_every=None, delta_base=base, max_chain=3, memory=everstep.Memory(slots=5))
+    ckpt.load(work.at(0))
+    for step in range(1, 25):  # the next ones are always queued
+        ckpt.step(step, work.at(step))
+    ckpt.step(25, work.at(25)).wait()
+    found = stands(root)
+    assert len(found) == 25 and all(one.attempt == 1 for one in found.values())
+    assert max(len(chain(root, step)) for step in found) <= 1 + 3
+    roots = [chain(root, step)[-1] for step in found]
+    assert max(map(roots.count, roots)) <= 1 + 2 * 3 + 3  # commits are told in any order
+    assert all(is_bit_equal(root, step, work) for step in (7, 14, 25))
+    ckpt.close(flush=False)
+
+
+@pytest.mark.parametrize(
+    ("base", "every", "slots", "kept"),
+    [("full", 1, 3, False), ("full", 1, 4, True), ("previous", 4, 4, True), ("previous", 1, 6, True)],
+)
+def test_bases_are_read_from_memory_where_there_is_room(
+    root: Path, base: str, every: int, slots: int, kept: bool
+) -> None:
+    """With three slots those that happen to be there; with more of them one is kept."""
+    work = Adapter(frozen=1000)  # each chunk changes
+    memory = everstep.Memory(slots=slots)
+    ckpt = deltas(root, full_every=None, delta_base=base, delta_every=every, memory=memory)
+    ckpt.load(work.at(0))
+    train(ckpt, work, range(1, 10 * every))
+    read = ckpt.status()["agent"]["bases"]
+    assert ckpt.status()["agent"]["merging"] == []
+    assert [one.kind for one in stands(root).values()] == ["full"] + ["delta"] * (10 - (every == 1) - 1)
+    if kept:
+        assert read["storage"] == 0 and read["memory"] > 8 * 12000
+    else:
+        assert read["storage"] > 4 * 12000  # the full's slot was needed
+    assert is_bit_equal(root, 9 * every, work)
+    ckpt.close()
+
+
+def test_what_is_wrong_in_memory_is_read_from_storage(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(target: memoryview, source: memoryview) -> None:
+        target[:] = source
+        target[0] ^= 1
+
+    monkeypatch.setattr("everstep.agent.basing.copy_bytes", damaged)
+    work = Adapter(frozen=1000)
+    with deltas(root, full_every=None, delta_base="previous") as ckpt:
+        ckpt.load(work.at(0))
+        train(ckpt, work, range(1, 5))
+        read = ckpt.status()["agent"]["bases"]
+    assert read["memory"] == 0 and read["storage"] > 3 * 12000
+    assert all(is_bit_equal(root, step, work) for step in range(1, 5))
+    assert stands(root)[4].kind == "delta" and stands(root)[4].nbytes < stands(root)[1].nbytes
+
+
 def test_a_resumed_run_goes_on_with_deltas(root: Path) -> None:
     work = Adapter()
     with deltas(root, full_every="1h") as ckpt:
@@ -101,7 +214,11 @@ def test_another_layout_makes_a_full(root: Path) -> None:
         ckpt.load(work.at(0))
         train(ckpt, work, range(1, 6))
         work.state["more"] = torch.ones(5)
-        train(ckpt, work, range(6, 11))
+        handle = ckpt.step(6, work.at(6))
+        assert handle is not None and handle.kind == "delta"
+        handle.wait()
+        assert handle.kind == "full"
+        train(ckpt, work, range(7, 11))
     found = stands(root)
     assert found[5].kind == "delta" and found[6].kind == "full"
     later = found[10]
@@ -142,8 +259,10 @@ def test_an_explicit_save_is_a_full(root: Path) -> None:
         handle = ckpt.step(step, work.at(step))
         if step == 16:
             handle.wait()
-        ckpt.save(step, work.at(step)).wait()
+        again = ckpt.save(step, work.at(step))
+        again.wait()
         merged(root, step)
+        until(lambda one=again: one.done() and one.kind == "full", "it is heard")  # type: ignore[misc]
     ckpt.step(20, work.at(20))
     ckpt.step(21, work.at(21))
     ckpt.close()
@@ -171,6 +290,30 @@ def test_what_deltas_stand_on_stays(root: Path) -> None:
     there = stands(root)
     assert {10, 11} < set(there)
     assert is_bit_equal(root, 10, work) and is_bit_equal(root, 11, work)
+
+
+def test_a_load_of_a_delta_that_becomes_a_full_meanwhile(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And whose objects are removed while they are read: the full is loaded instead."""
+    work, calm = Adapter(), [False]
+    monkeypatch.setattr("everstep.agent.tiers.Tiers.is_recovering", lambda self: not calm[0])
+    ckpt = deltas(root, full_every=None, max_chain=2)
+    ckpt.load(work.at(0))
+    train(ckpt, work, range(1, 9))
+    (step, *_) = ckpt.status()["agent"]["merging"]  # not in memory any more
+    read_object, seen = DurableSource.read_object, list[str]()
+
+    async def read(self: DurableSource, rank: int, image: Any, offset: int, view: memoryview) -> None:
+        if self.step == step and not calm[0]:
+            calm[0] = True
+            gone = root / "checkpoints" / f"{step:09d}" / "0001" / "a1"
+            await asyncio.to_thread(until, lambda: not list(gone.glob("*")), "the delta's objects go")
+        seen.append(image.name)
+        await read_object(self, rank, image, offset, view)
+
+    monkeypatch.setattr(DurableSource, "read_object", read)
+    assert is_bit_equal(root, step, work)
+    assert calm[0] and seen and stands(root)[step].attempt == 2
+    ckpt.close()
 
 
 def test_merged_by_an_agent_of_its_own(root: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from everstep.backends.count import Counting
 from everstep.backends.files import LocalBackend
-from everstep.errors import Damaged, NoCheckpoint
+from everstep.errors import Damaged, NoCheckpoint, Pruned
 from everstep.format import names
 from everstep.format.manifest import Manifest
 from everstep.format.records import RunRecord
@@ -18,15 +18,18 @@ from everstep.store import streaming
 from everstep.store.catalog import list_step, list_steps, read_decision
 from everstep.store.commit import try_commit
 from everstep.store.copying import copy_run
-from everstep.store.findings import Severity
+from everstep.store.findings import Kind, Severity
 from everstep.store.flush import FlushJob, flush_rank
 from everstep.store.fsck import check
+from everstep.store.leftovers import collect_leftovers
 from everstep.store.mirror import conclude, copy_records, mend_rank, mirror_rank, missing_ranks
+from everstep.store.rotate import rotate
 from everstep.store.runs import open_run
 from everstep.store.sources import DurableSource
 from everstep.store.staged import bases_near, claim, near_source, upload_rank
 
 from tests.golden import test_golden as golden
+from tests.store import store_kit
 
 from . import kit
 
@@ -170,6 +173,41 @@ def test_a_synthetic_full_needs_no_base_and_deltas_stand_on_it(tmp_path: Path) -
         await kit.load([kit.source_of(backend, merged)], CHANGED)
         await kit.load([kit.source_of(backend, third)], later)
         await kit.load([reader], later)  # which knew of the former attempt
+        await clean(backend)
+
+    kit.on(tmp_path, work)
+
+
+@pytest.mark.parametrize("by", ["rotation", "gc"])
+def test_what_was_merged_goes_and_whoever_reads_it_is_told(tmp_path: Path, by: str) -> None:
+    """As after a kill between the manifest and the removal: the next rotation or gc removes it, fsck tells of it."""
+
+    async def collect(backend: LocalBackend, held: set[tuple[int, int]]) -> list[tuple[tuple[int, int], int]]:
+        if by == "gc":
+            return (await collect_leftovers(backend, older_than_s=0)).attempts
+        plan = await store_kit.plan_for(backend, keep_last=9)
+        superseded = store_kit.not_superseded
+        return (await rotate(backend, plan, is_superseded=superseded, held=lambda: held)).collected
+
+    async def work(backend: LocalBackend) -> None:
+        _, delta = await two(backend)
+        later = [kit.dense(data, 7) for data in CHANGED]
+        third = await kit.save(backend, 3, later, kit.source_of(backend, delta))
+        reader, other = kit.source_of(backend, delta), kit.source_of(backend, third)
+        await kit.load([reader], CHANGED, [0])
+        await kit.load([other], later, [0])
+        full = await kit.merge(backend, delta)
+        found = [one async for one in check(backend, decision_wait_s=0) if one.kind is Kind.LEFTOVER]
+        assert [one.name for one in found] == [names.attempt_dir(2, 1, 1)] and "replaced" in found[0].message
+        if by == "rotation":  # a flush of this process reads it
+            assert await collect(backend, {(1, 2)}) == []
+        await kit.load([reader], CHANGED, [0])
+        assert await collect(backend, set()) == [((1, 2), 1)]
+        assert (await list_step(backend, 2, 1)).attempts == (2,)
+        with pytest.raises(Pruned):
+            await kit.load([reader], CHANGED, [1])
+        await kit.load([other], later)  # whose base is looked for anew
+        await kit.load([kit.source_of(backend, full)], CHANGED)
         await clean(backend)
 
     kit.on(tmp_path, work)

@@ -16,7 +16,6 @@ from typing import Any, cast
 import pytest
 from everstep.agent import elsewhere
 from everstep.agent.elsewhere import ENDED, SILENT, Elsewhere
-from everstep.agent.pipeline import Flush
 from everstep.backends.errors import BackendError
 from everstep.backends.files import LocalBackend
 from everstep.format.beacon import Beacon, BeaconRank
@@ -49,9 +48,9 @@ class Far:
         )  # fmt: skip
         put(self.root, dataclasses.replace(made, **changes))
 
-    async def looks(self, step: int = 5) -> tuple[list[int], str]:
+    async def looks(self) -> tuple[list[int], str]:
         await asyncio.sleep(BEAT_S)
-        return await self._looks.lost(Flush(1, step, 1, 2), [1])
+        return await self._looks.lost(1, [1])
 
     async def until_lost(self, each: Callable[[int], object] = lambda count: None) -> tuple[str, float]:
         """Why rank 1 is lost, and how long that took; ``each`` is called before each look."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from everstep.backends.files import LocalBackend
@@ -11,8 +12,9 @@ from everstep.plan.lineage import Lineage
 from everstep.plan.retention import Retention
 from everstep.store.blocking import run_blocking
 from everstep.store.runs import create_run, read_incarnations
-from everstep.store.staged import retain
+from everstep.store.staged import discard, retain
 
+from tests.shelves import kit as chains
 from tests.small_run import CHUNK, open_incarnation
 
 from .kit import staged
@@ -52,3 +54,35 @@ def test_nothing_newer_than_the_root_and_nothing_in_use(
     assert staged(tmp_path / "nvme") == left
     assert sorted([*left, *(step for _, step in removed)]) == [1, 2, 3, 4, 5, 6]
     assert not list((tmp_path / "nvme").glob("checkpoints/000000001/*/*/*")) or 1 in left
+
+
+def test_bases_of_what_stays_stay(tmp_path: Path) -> None:
+    near = LocalBackend(tmp_path / "run")
+
+    async def story() -> list[list[int]]:
+        found = []
+        full = await chains.save(near, 1)
+        second = await chains.save(near, 2, full)
+        third = await chains.save(near, 3, second)
+        await chains.save(near, 4, full)
+        lineage = Lineage(await read_incarnations(near))
+        stood: dict[Any, Any] = {}
+        for newest, in_use in ((4, {(1, 3)}), (4, ())):
+            await retain(near, Retention(1), lineage, (1, newest), in_use, stood=stood)
+            found.append(staged(tmp_path / "run"))
+        other = await chains.save(near, 5)
+        await retain(near, Retention(1), lineage, (1, 5), stood=stood)
+        found.append(staged(tmp_path / "run"))  # what is decided may stand on either full
+        await chains.save(near, 6, other)
+        await retain(near, Retention(1), lineage, (1, 6), stood=stood)
+        found.append(staged(tmp_path / "run"))
+        await discard(near, names.checkpoint_dir(5, 1))
+        await chains.save(near, 7)
+        await retain(near, Retention(1), lineage, (1, 6), stood=stood)
+        found.append(staged(tmp_path / "run"))  # what lacks its base here is as good as any
+        assert third.parent_key == (1, 2) and {one.step for one in stood} <= {6, 7}
+        return found
+
+    run_blocking(create_run(near, chunk_bytes=CHUNK))
+    open_incarnation(near, chains.WORLD, None)
+    assert run_blocking(story()) == [[1, 2, 3, 4], [1, 4], [1, 5], [5, 6], [6, 7]]

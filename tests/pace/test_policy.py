@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from everstep import errors
 from everstep.backends.errors import Permanent
 from everstep.backends.faults import Fault
 from everstep.decisions import AUTO_FIRST_S, LOOKAHEAD_STEPS, Decisions
+from everstep.plan.chains import DELTA, FULL, Chains
 from everstep.plan.schedule import Decision, Every, Schedule, Unsaved, merge
 from everstep.ranks import Ranks
 from hypothesis import given
@@ -113,6 +115,51 @@ def test_all_ranks_hear_of_trouble_at_the_same_step_and_once() -> None:
                 assert one.of(step, lambda: 0).trouble == "", "the same step again"
             one.passed(step)
     assert heard == [[(7 + LOOKAHEAD_STEPS, "too late", True)]] * 2
+
+
+def simulated(monkeypatch: pytest.MonkeyPatch, seconds: int, **options: Any) -> list[tuple[int, str]]:
+    """Flushes of a training with steps of a second, by time: a full takes 10 s, in which 4 steps take a second more; a
+    delta 2 s, in which a step takes half a second more."""
+    now = 0.0
+    monkeypatch.setattr("everstep.decisions.time.monotonic", lambda: now)
+    chains = Chains("full", 10**6, 1)
+    ranks = Ranks(0, 1, dist.HashStore(), prefix="p")
+    wish = policy(full_every="auto", mtbf="6h", snapshot_every=None, **options)
+    made = Decisions(ranks, wish, start=0, unfinished_max=9, incarnation=1, chains=chains)
+    found: list[tuple[int, str]] = []
+    under_way: list[tuple[float, Decision]] = []
+    for step in itertools.count(1):
+        if now > seconds:
+            return found
+        for one in [one for one in under_way if one[0] <= now]:
+            under_way.remove(one)
+            chains.add((1, one[1].step), one[1].base)
+        kinds = [one.kind for _, one in under_way]
+        counts = len(kinds), kinds.count(DELTA)
+        asked = made.of(step, partial(int, counts[0]), deltas=partial(int, counts[1]))
+        fulls = [end for end, one in under_way if one.kind == FULL]
+        now += 1 + (1 if fulls and min(fulls) - now > 4 else 0.5 * (DELTA in kinds))
+        if asked.flush:
+            found.append((int(now), asked.kind))
+            under_way.append((now + (10 if asked.kind == FULL else 2), asked))
+        made.passed(step)
+    raise AssertionError("unreachable")
+
+
+def gaps(found: list[tuple[int, str]], kind: str) -> list[int]:
+    times = [at for at, one in found if one == kind]
+    return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+
+def test_deltas_do_not_change_the_interval_between_fulls(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = gaps(simulated(monkeypatch, 9000), FULL)
+    found = simulated(monkeypatch, 9000, delta_every="60s")
+    with_deltas = gaps(found, FULL)
+    assert 300 < alone[-1] < 450 and abs(with_deltas[-1] - alone[-1]) < 0.15 * alone[-1], (alone, with_deltas)
+    assert 60 <= min(gaps(found, DELTA)) <= 63
+    kinds = "".join(kind[0] for _, kind in found)
+    assert set(kinds.split("f")[3:-1]) <= {"d" * 5, "d" * 6, "d" * 4}, kinds  # the same again and again
+    assert {kind for _, kind in simulated(monkeypatch, 3000, delta_every="15m")} == {FULL}
 
 
 def trouble_told(ckpt: everstep.Checkpointer, state: dict[str, Any], steps: range) -> list[int]:

@@ -13,7 +13,7 @@ from everstep.plan.schedule import Decision, Schedule, merge
 
 
 def chains(base: Any = "full", max_chain: int = 3, durable: dict[Key, Key | None] | None = None) -> Chains:
-    return Chains(base, max_chain, durable or {})
+    return Chains(base, max_chain, 1, durable or {})
 
 
 def train(
@@ -77,12 +77,47 @@ def test_a_previous_base_is_never_further_than_the_bound_from_a_full() -> None:
     assert parents[1, 2] == (1, 1) and parents[1, 4] == (1, 3) and parents[1, 5] == (1, 3)
 
 
-def test_a_base_that_is_not_durable_yet_is_none() -> None:
+@pytest.mark.parametrize("base", ["full", "previous"])
+def test_one_full_is_enough_to_begin_with(base: str) -> None:
+    known = chains(base)
+    schedule = Schedule(1, None, 2, delta_every=1, chains=known)
+    found = [d for step in (1, 2) for d in schedule.extend(step + 2, 0.0, step - 1, 5)]
+    assert kinds(found) == [(1, FULL), (2, DELTA), (3, DELTA), (4, DELTA)]
+    assert [d.base for d in found[1:]] == [(1, 1)] * 3  # it is written before them
+    known.add((1, 1), None)
+    known.add((1, 2), (1, 1))
+    (later,) = schedule.extend(5, 0.0, 2, 5)
+    assert (later.kind, later.base) == (DELTA, (1, 1) if base == "full" else (1, 2))
+
+
+def test_after_a_first_full_that_came_to_nothing_there_is_another() -> None:
     known = chains()
     schedule = Schedule(1, None, 0, delta_every=1, chains=known)
-    first = [schedule.extend(step, 0.0, step - 1, 5)[0].kind for step in (1, 2)]
-    known.add((1, 1), None)
-    assert [*first, schedule.extend(3, 0.0, 2, 5)[0].kind] == [FULL, FULL, DELTA]
+    found = [*schedule.extend(1, 0.0, 0, 5), *schedule.extend(2, 0.0, 0, 5)]
+    known.lost(1)
+    found += [*schedule.extend(3, 0.0, 0, 5), *schedule.extend(4, 0.0, 0, 5)]
+    assert kinds(found) == [(1, FULL), (2, DELTA), (3, FULL), (4, DELTA)] and found[3].base == (1, 3)
+    known.spoil(2)  # there was no base for it
+    assert schedule.extend(5, 0.0, 0, 5)[0].base == (1, 3)
+
+
+@pytest.mark.parametrize("base", ["full", "previous"])
+def test_a_merge_that_never_comes_to_its_turn_is_not_waited_for(base: str) -> None:
+    """Chains stay as short as they are to be, and so does what stands on one full."""
+    known = chains(base, 4)
+    schedule = Schedule(1, None, 2, delta_every=1, chains=known)
+    parents: dict[Key, Key | None] = {}
+    behind: list[Decision] = []
+    for step in range(1, 60):
+        behind += schedule.extend(step + 2, 0.0, 0, 99)
+        if len(behind) > 5:  # flushes are always under way
+            done = behind.pop(0)
+            parents[1, done.step] = done.base
+            known.add((1, done.step), done.base)
+            assert len(chain_of((1, done.step), parents)) <= (1 if base == "full" else 4)
+    fulls = [key for key, parent in parents.items() if parent is None]
+    roots = [(chain_of(key, parents) or [key])[-1] for key in parents]
+    assert len(fulls) == 7 and max(map(roots.count, fulls)) == 1 + 2 * 4
 
 
 def test_a_run_that_goes_on_stands_on_what_is_durable() -> None:
@@ -140,11 +175,17 @@ def test_another_delta_is_merged_where_one_came_to_nothing() -> None:
 
 def test_what_could_not_be_stored_as_a_delta_makes_a_full_due() -> None:
     known = chains(durable={(1, 1): None})
-    known.spoil()
+    known.spoil(2)
     assert known.base() is None and known.delta(2) is None
     known.add((1, 2), (1, 1))
     assert known.base() is None
+    known.full(3)
+    assert known.base() == (1, 3)
+    known.spoil(3)
+    assert known.base() is None
     known.add((1, 3), None)
+    assert known.base() == (1, 3)
+    known.spoil(2)  # late news
     assert known.base() == (1, 3)
 
 

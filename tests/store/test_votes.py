@@ -271,7 +271,7 @@ class Owner:
     async def stand_in(self, flush: Flush, missing: list[int]) -> list[int]:
         return []
 
-    async def lost_elsewhere(self, flush: Flush, missing: list[int]) -> tuple[list[int], str]:
+    async def lost_elsewhere(self, incarnation: int, missing: list[int]) -> tuple[list[int], str]:
         return [], ""
 
 
