@@ -211,10 +211,8 @@ async def _records(run: _Run) -> AsyncIterator[Finding]:
         except CannotTell as error:
             yield _cannot_tell(error, name)
     run.records = frozenset(numbers)
-    try:
-        run.lineage = Lineage(records) if len(records) == max(numbers, default=0) else None
-    except Damaged as error:
-        yield _damage(error, names.INCARNATIONS, None, "which checkpoints count cannot be decided")
+    # A record leads back only, so where none is missing they make a lineage.
+    run.lineage = Lineage(records) if len(records) == max(numbers, default=0) else None
 
 
 async def _list_all(run: _Run, step: int | None) -> None:
@@ -346,7 +344,11 @@ async def _manifest(
             finding_of_gather = await _gather(run, found, manifest, parsed.rank)
             if finding_of_gather is not None:
                 yield finding_of_gather
-        elif parsed is not None and name not in images.named:
+        elif (
+            parsed is not None
+            and name not in images.named
+            and (*found.place, parsed.rank) not in images.unnamed
+        ):
             yield Finding(
                 Severity.INFO,
                 Kind.FOREIGN,

@@ -83,6 +83,8 @@ class Images:
         self._limit = TokenBucket(extent.bytes_per_s)
         self._until = None if extent.seconds is None else time.monotonic() + extent.seconds
         self.named: set[str] = set()
+        self.unnamed: set[tuple[int, int, int]] = set()
+        """(step, incarnation, rank) where a vote is bad, so that not all that it names is known."""
         self.bases = Bases()
         self.bases.add(self._find)
         self._expected_ones: dict[Key, Manifest] = {}
@@ -147,6 +149,7 @@ class Images:
             raise
         except RunError as error:
             found.errors.append(error)
+            self.unnamed.add((source.step, source.incarnation, record.rank))
             # Without hashes at least what is there can be said.
             found.images = await self._expected(record)
         self.named.update(source.locate(record.rank, image.name) for image in found.images)

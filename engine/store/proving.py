@@ -42,7 +42,7 @@ def check_record(record: ImageRecord | StoredRecord, chunk_bytes: int, name: str
     count = -(-record.nbytes // chunk_bytes)
     if len(record.chunks) != count * HASH_BYTES:
         raise Damaged(
-            f"{name}: a hash is missing",
+            f"{name}: it lacks a hash",
             found=f"{len(record.chunks) // HASH_BYTES} hashes",
             expected=f"{count} chunks of {chunk_bytes} bytes",
             name=name,

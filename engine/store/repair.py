@@ -30,6 +30,7 @@ from .commit import publish_decision, try_commit
 from .findings import Finding, Kind, Severity
 from .memories import NO_MEMORY, Memory
 from .mirror import read_small
+from .repair_base import bring_base, directory_of
 from .repair_rank import Share
 from .runs import now
 
@@ -89,6 +90,8 @@ async def repair(
             await work.decision(finding)
         elif finding.kind is Kind.UNDECIDED:
             await work.commit(finding)
+        elif directory_of(finding.name) not in (None, (finding.step, finding.incarnation)):
+            await work.base(finding.name)
     for finding in damage:
         if finding.step is not None and finding.incarnation is not None:
             places[finding.step, finding.incarnation] = None
@@ -297,6 +300,16 @@ class _Work:
                         if await read_small(self.target, item.name) == await read_small(other, item.name):
                             return True
         return False
+
+    async def base(self, name: str) -> None:
+        """A checkpoint that a delta stands on and that does not count, called by its directory."""
+        place = directory_of(name)
+        assert place is not None
+        found = await bring_base(self.target, await self._same_run(), place)
+        if isinstance(found, str):
+            self.report.failed[name] = found
+        else:
+            self.report.done.append(Repair(name, *place, f"from {found[0]}", found[1]))
 
     # -- a checkpoint that counts
 

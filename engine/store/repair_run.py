@@ -143,7 +143,9 @@ async def _set_aside(place: Backend, mended: Mended, extent: Extent) -> bool:
     damaged: defaultdict[Key, list[Finding]] = defaultdict(list)
     for finding in mended.after:
         if finding.severity is Severity.DAMAGE and finding.hurts:
-            if finding.step is None or finding.incarnation is None:
+            parsed = names.parse(finding.name)
+            is_record = parsed is not None and parsed.kind is names.Kind.INCARNATION
+            if finding.step is None or finding.incarnation is None or is_record:
                 return False  # the run itself is damaged: nothing is known of its checkpoints
             damaged[finding.incarnation, finding.step].append(finding)
     manifests = mended.seen.manifests

@@ -259,6 +259,39 @@ class _Rotation:
         for grave in sorted(graves, key=lambda grave: grave.found.key):
             assert grave.manifest is not None
             await _restore(self.backend, grave.manifest, grave.tombstone.number + 1)
+            # Another process may have decided to delete it, as a grave that it found: one of the two sees the other.
+            ranks = await voted_ranks(self.backend, *grave.found.place, grave.manifest.attempt)
+            if ranks != [record.rank for record in grave.manifest.ranks]:
+                await self._bury_again(await list_step(self.backend, *grave.found.place))
+
+    async def _bury_again(self, found: StepNames) -> Tombstone | None:
+        """A tombstone above the manifest of a checkpoint that was put back and whose votes are gone: the one that is on
+        top then, None where others decide faster."""
+        for _ in range(PUBLISH_TRIES_MAX):
+            number = max(found.decisions)
+            top = await read_decision_at(self.backend, *found.place, number)
+            if isinstance(top, Tombstone):
+                return top
+            tombstone = Tombstone(*found.place, number + 1, "another process deleted it", created=now())
+            if await publish_decision(self.backend, tombstone, number + 1) is None:
+                return tombstone
+            found = await list_step(self.backend, *found.place)
+        return None
+
+    async def _still_buried(self, graves: Sequence[_Grave]) -> list[_Grave]:
+        """The graves, whose votes are deleted, as they are now: what another process put back meanwhile, for it saw it
+        whole, is buried again."""
+        there = {found.place: found for found in await list_steps(self.backend)} if graves else {}
+        result = []
+        for grave in graves:
+            found = there.get(grave.found.place)
+            if found is None or max(found.decisions, default=0) <= grave.tombstone.number:
+                result.append(grave)
+                continue
+            tombstone = await self._bury_again(found)
+            if tombstone is not None:
+                result.append(replace(grave, found=found, tombstone=tombstone))
+        return result
 
     async def _delete(self, graves: Sequence[_Grave]) -> None:
         """Votes, images and states of all attempts below the tombstones, then the decisions below them; tombstones
@@ -270,6 +303,7 @@ class _Rotation:
             if attempt < grave.tombstone.number
         ]
         await delete_attempts(self.backend, attempts, self.report)
+        graves = await self._still_buried(graves)
         decisions = [
             names.decision(*grave.found.place, number)
             for grave in graves

@@ -15,7 +15,7 @@ from everstep.backends.errors import NotFound, ShortRead
 from everstep.errors import Damaged, Pruned, RunError
 from everstep.format import names
 from everstep.format.layout import Layout, decode, layout_hash
-from everstep.format.manifest import Manifest
+from everstep.format.manifest import Manifest, Quarantine
 from everstep.format.packed import Table
 from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote
 
@@ -281,6 +281,8 @@ class DurableSource:
             return
         standing = counting[1] if counting is not None else None
         if isinstance(standing, Manifest) and standing.attempt == self.manifest.attempt:
+            return
+        if isinstance(standing, Quarantine):  # nothing of it is removed: what is missing is damage
             return
         raise Pruned(
             f"step {self.step} of incarnation {self.incarnation} was removed by rotation while it was read",

@@ -15,7 +15,7 @@ from everstep.store.flush import FlushJob, flush_rank
 from everstep.store.merge import merge_rank
 from everstep.store.mirror import conclude, copy_records, mirror_rank
 from everstep.store.rotate import RotationReport, rotate
-from everstep.store.runs import open_run
+from everstep.store.runs import incarnation_numbers, open_run, read_incarnations
 from everstep.store.shelf import Shelf
 from everstep.store.sources import DurableSource, bases_at
 
@@ -88,14 +88,22 @@ async def mirror(source: Backend, target: Backend, chain: Sequence[Key]) -> None
             await conclude(source, target, manifest)
 
 
-async def prune(backend: Backend, shelf: Shelf, retention: Retention, writer: int) -> RotationReport:
-    """By the writer of incarnation ``writer``; those before it are gone."""
-    look = await shelf.look(backend)
+async def prune(
+    backend: Backend, root: Backend, shelf: Shelf, retention: Retention, writer: int
+) -> RotationReport:
+    """By the writer of incarnation ``writer``, by the lineage as ``root`` has it; those before it are gone."""
+    records = await read_incarnations(root)
+    look = await shelf.look(backend, records)
+
+    async def is_superseded() -> bool:
+        return max(await incarnation_numbers(root)) > writer
+
     return await rotate(
         backend,
         look.plan(retention),
-        is_superseded=kit.not_superseded,
+        is_superseded=is_superseded,
         is_gone=lambda number: number < writer,
+        clock=shelf.clock,
         shelf=shelf,
         look=look,
     )

@@ -1,32 +1,27 @@
-"""The state machine: a trainer that saves, goes back and dies, shelves that are pruned, harmed and repaired; and a
-model of what must be there after each step."""
+"""The state machine: a trainer that saves, goes back and dies, writers that are superseded, shelves that are pruned,
+harmed and repaired, on stores of several kinds; after each step what the model says must hold."""
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any
+import math
+from dataclasses import dataclass
 
-from everstep.errors import EverstepError, NoCheckpoint, Pruned, SaveAbandoned
+from everstep.errors import NoCheckpoint, Pruned, SaveAbandoned
 from everstep.format import names
-from everstep.format.manifest import Quarantine
 from everstep.plan.retention import Retention
-from everstep.store.findings import Finding, Kind, Severity
-from everstep.store.fsck import check
-from everstep.store.pins import add_pin, list_pins, remove_pins
+from everstep.store.pins import add_pin, remove_pins
 from everstep.store.repair_run import check_and_mend
+from everstep.store.rotate import RotationReport
 from everstep.store.scrub import Scrub
-from everstep.store.shelf import Shelf
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
 from tests.store import store_kit as kit
 
 from . import engine
-from .places import PLACES, ROOT, TIER, Backends, Place, Process
-from .world import Held, Key, Trainer
+from .model import Model, Work
+from .places import PLACES, ROOT, ROOTS, TIER, TIERS, Backends
+from .world import Key, Pinned
 
 SEEDS = st.integers(0, 2**16)
 WHICH = st.integers(0, 11)
@@ -37,153 +32,102 @@ BASE = st.sampled_from(["previous", "previous", "newest full", "previous", "full
 CHANGE = st.sampled_from(["dense", "sparse", "none"])
 LAYOUT = st.sampled_from([""] * 8 + ["grow", "drop", "rename"])
 COMPRESS = st.sampled_from([None, None, "zstd"])
-SAVE = st.tuples(BASE, CHANGE, LAYOUT, COMPRESS, SEEDS)
+LOSS = st.sampled_from([0.5, 1.0, 1.0, 2.0, 3.0, math.nan, math.inf, -math.inf])
+AFTER_S = st.sampled_from([0, 60, 60, 700])
+SKEW_S = st.sampled_from([0] * 6 + [-5000, 5000])
+"""How far the clock of the writer's node is off."""
+INTERVAL = "10m"
+BEST = st.sampled_from([None, None, (1, "min:loss"), (2, "min:loss"), (1, "max:loss")])
+RETENTION = st.builds(
+    lambda last, every, interval, best, incarnations: Retention(
+        last, every, interval, *(best or (None, None)), keep_incarnations=incarnations
+    ),
+    st.integers(1, 3),
+    st.sampled_from([None, None, None, 5]),
+    st.sampled_from([None, None, INTERVAL]),
+    BEST,
+    st.sampled_from([None, None, 1]),
+)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is done before a checkpoint is saved, and how it is stored."""
+
+    base: str
+    change: str
+    layout: str
+    compress: str | None
+    seed: int
+    loss: float
+    after_s: int
+    skew_s: int
+
+
+SAVE = st.builds(Training, BASE, CHANGE, LAYOUT, COMPRESS, SEEDS, LOSS, AFTER_S, SKEW_S)
 STEPS_GAP = 1
 STANDING_MAX = 9
 """Checkpoints at the root above which nothing is saved until something was pruned."""
 HARMED_MAX = 4
 
-Work = Callable[[Backends], Awaitable[Any]]
 
-
-def is_record(name: str) -> bool:
-    """Whether it is run.json, or the record of an incarnation."""
-    return name == names.RUN or name.startswith(names.INCARNATIONS)
-
-
-class Checkpoints(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
-        home = Path("/dev/shm")
-        self.home = Path(tempfile.mkdtemp(prefix="everstep-machine-", dir=home if home.is_dir() else None))
-        self.process = Process(self.home)
-        self.places = {place: Place(self.home / place) for place in PLACES}
-        self.trainer = Trainer()
-        self.held: dict[Key, Held] = {}
-        """What each checkpoint must hold, that was ever begun."""
-        self.adopted: dict[int, Key | None] = {1: None}
-        """By incarnation, what it went on from."""
-        self.step = 0
-        self.shelves = {place: Shelf() for place in PLACES}
-        self.pins: dict[str, dict[str, Key]] = {place: {} for place in PLACES}
-        self.pending: tuple[str, Work] | None = None
-        """What the process was doing when it died, and the name of it."""
-        self.open: dict[str, set[Key]] = {place: set() for place in PLACES}
-        """Checkpoints of which a killed process may have left attempts without a decision, or too few decisions."""
+class Checkpoints(Model):
+    @initialize(
+        root=st.sampled_from(ROOTS), tier=st.sampled_from(TIERS), saves=st.lists(SAVE, min_size=1, max_size=4)
+    )
+    def begin(self, root: str, tier: str, saves: list[Training]) -> None:
+        self.process.kinds = {ROOT: root, TIER: tier}
 
         async def start(backends: Backends) -> None:
             await kit.start_run(backends[ROOT])
 
         self.process.run(start)
-
-    def teardown(self) -> None:
-        shutil.rmtree(self.home, ignore_errors=True)
-
-    # -- the model
-
-    @property
-    def incarnation(self) -> int:
-        return max(self.adopted)
-
-    def counts(self, key: Key) -> bool:
-        """Whether it is part of the history of the newest incarnation."""
-        at: int | None = self.incarnation
-        cut = None
-        while at is not None:
-            if at == key[0]:
-                return cut is None or key[1] <= cut
-            adopted = self.adopted[at]
-            if adopted is None:
-                return False
-            at, cut = adopted[0], adopted[1] if cut is None else min(cut, adopted[1])
-        return False
-
-    def whole(self, place: str) -> list[Key]:
-        """The checkpoints at a place that count, with all their bases there."""
-        standing = self.places[place].standing
-        return sorted(
-            key
-            for key in standing
-            if self.counts(key) and all(one in standing for one in self.places[place].chain(key))
-        )
-
-    def is_good(self, key: Key) -> bool:
-        """Whether it must load from both places together: each level whole at one of them."""
-        for place in self.places.values():
-            if not place.is_whole(key):
-                continue
-            parent = place.standing[key].manifest.parent_key
-            if parent is None or self.is_good(parent):
-                return True
-        return False
-
-    def records_harmed(self, *places: str) -> bool:
-        """Whether the run's own records are harmed."""
-        return any(is_record(name) for place in places for name in self.places[place].harmed)
-
-    # -- doing
-
-    def do(
-        self, name: str, work: Work, kill: int | None, touched: dict[str, set[Key]], *allowed: type
-    ) -> bool:
-        """Whether it was done to its end. ``allowed`` errors end it, too; any, where something is harmed."""
-        harmed = any(place.harmed for place in self.places.values())
-        try:
-            self.process.run(work, kill)
-        except EverstepError as error:
-            if not harmed and not isinstance(error, allowed):
-                raise
-            for place, keys in touched.items():
-                self.open[place] |= keys
-            return False
-        if self.process.killed:
-            self.pending = name, work
-            self.shelves = {place: Shelf() for place in PLACES}
-            for place, keys in touched.items():
-                self.open[place] |= keys
-            return False
-        for place, keys in touched.items():
-            self.open[place] -= keys
-        return True
-
-    # -- rules
-
-    @precondition(lambda self: len(self.places[ROOT].standing) < STANDING_MAX)
-    @rule(base=BASE, change=CHANGE, layout=LAYOUT, compress=COMPRESS, seed=SEEDS, kill=KILL)
-    def save(
-        self, base: str, change: str, layout: str, compress: str | None, seed: int, kill: int | None
-    ) -> None:
-        self.save_one(base, change, layout, compress, seed, kill)
-
-    @initialize(saves=st.lists(SAVE, min_size=1, max_size=4))
-    def begin(self, saves: list[tuple[str, str, str, str | None, int]]) -> None:
         self.train(saves)
 
     @precondition(lambda self: len(self.places[ROOT].standing) < STANDING_MAX)
-    @rule(saves=st.lists(SAVE, min_size=2, max_size=4))
-    def train(self, saves: list[tuple[str, str, str, str | None, int]]) -> None:
-        for one in saves:
-            self.save_one(*one, None)
+    @rule(one=SAVE, kill=KILL)
+    def save(self, one: Training, kill: int | None) -> None:
+        self.save_one(one, kill)
 
-    def save_one(
-        self, base: str, change: str, layout: str, compress: str | None, seed: int, kill: int | None
-    ) -> None:
+    @precondition(lambda self: len(self.places[ROOT].standing) < STANDING_MAX)
+    @rule(saves=st.lists(SAVE, min_size=2, max_size=4))
+    def train(self, saves: list[Training]) -> None:
+        for one in saves:
+            self.save_one(one, None)
+
+    def save_one(self, one: Training, kill: int | None) -> None:
+        key, work = self.saving(one)
+
+        async def must(backends: Backends) -> None:
+            assert await work(backends) is not None, f"{key} was given up"
+
+        self.do(f"save {key}", must, kill, {ROOT: {key}})
+
+    def saving(self, one: Training) -> tuple[Key, Work]:
+        """The next step, and what saves it; the manifest, or None where it was given up."""
         self.look()
         self.step += STEPS_GAP
-        self.trainer.train(change, layout, seed)
+        self.clock.at_s += one.after_s
+        self.trainer.train(one.change, one.layout, one.seed)
         key = self.incarnation, self.step
-        held = self.held[key] = self.trainer.held(f"incarnation {key[0]} step {key[1]}")
+        held = self.held[key] = self.trainer.held(f"incarnation {key[0]} step {key[1]}", one.loss)
         bases = self.whole(ROOT)
-        if base == "newest full":
-            bases = [one for one in bases if self.places[ROOT].standing[one].manifest.kind == "full"]
-        of = bases[-1] if bases and base != "full" else None
+        if one.base == "newest full":
+            bases = [at for at in bases if self.places[ROOT].standing[at].manifest.kind == "full"]
+        of = bases[-1] if bases and one.base != "full" else None
 
-        async def work(backends: Backends) -> None:
-            places = list(backends.values())
-            made = await engine.save(backends[ROOT], places, key, held, of, compress)
-            assert made is not None, f"{key} was given up"
+        async def work(backends: Backends) -> object:
+            self.clock.skew_s = one.skew_s
+            try:
+                return await engine.save(backends[ROOT], list(backends.values()), key, held, of, one.compress)
+            finally:
+                self.clock.skew_s = 0
 
-        self.do(f"save {key} on {of}", work, kill, {ROOT: {key}})
+        return key, work
+
+    @rule(seconds=st.sampled_from([1, 60, 290, 310, 4000]))
+    def wait(self, seconds: int) -> None:
+        self.clock.at_s += seconds
 
     @precondition(lambda self: self.pending is not None)
     @rule(kill=KILL)
@@ -199,15 +143,17 @@ class Checkpoints(RuleBasedStateMachine):
     def merge(self, which: int, kill: int | None) -> None:
         deltas = self.deltas()
         key = deltas[-1 - which % len(deltas)]
+        if self.do(f"merge {key}", self.merging(key), kill, {ROOT: {key}}):
+            self.look()
+            # What was given up meanwhile is not made anew.
+            assert self.places[ROOT].standing[key].manifest.kind == "full" or not self.counts(key)
 
+    def merging(self, key: Key) -> Work:
         async def work(backends: Backends) -> None:
             made = await engine.merge(backends[ROOT], list(backends.values()), key)
             assert made is None or made.kind == "full"
 
-        if self.do(f"merge {key}", work, kill, {ROOT: {key}}):
-            self.look()
-            # What was given up meanwhile is not made anew.
-            assert self.places[ROOT].standing[key].manifest.kind == "full" or not self.counts(key)
+        return work
 
     @precondition(lambda self: self.places[ROOT].standing)
     @rule(which=WHICH, kill=KILL)
@@ -221,47 +167,59 @@ class Checkpoints(RuleBasedStateMachine):
         self.do(f"mirror {chain}", work, kill, {TIER: set(chain)}, SaveAbandoned, NoCheckpoint)
 
     @precondition(lambda self: self.places[ROOT].standing)
-    @rule(
-        place=PLACE,
-        last=st.integers(1, 3),
-        every=st.sampled_from([None, None, None, 5]),
-        incarnations=st.sampled_from([None, None, 1]),
-        kill=KILL,
-    )
-    def prune(
-        self, place: str, last: int, every: int | None, incarnations: int | None, kill: int | None
-    ) -> None:
+    @rule(place=PLACE, retention=RETENTION, kill=KILL)
+    def prune(self, place: str, retention: Retention, kill: int | None) -> None:
         if not self.places[place].path.exists():
             return
-        writer = self.incarnation
-        retention = Retention(last, keep_every=every, keep_incarnations=incarnations)
-
-        async def work(backends: Backends) -> None:
-            await engine.prune(backends[place], self.shelves[place], retention, writer)
-
-        whole, standing = self.whole(place), self.places[place].standing
-        keep = {*whole[-last:], *(key for key in whole if every and key[1] % every == 0)}
-        keep |= {key for key in self.pins[place].values() if key in standing}
-        done = self.do(f"prune {place} {retention}", work, kill, {})
+        keep, whole = self.kept(place, retention), self.whole(place)
+        done = self.do(f"prune {place} {retention}", self.pruning(place, retention), kill, {})
         self.look()
         left = self.places[place].standing.keys()
         assert keep <= left, f"{sorted(keep - left)} had to stay"
         if done and not self.places[place].harmed:
             needed = {one for key in left if key in keep for one in self.places[place].chain(key)}
-            late = {key for key in left - needed if key in whole and not incarnations}
+            late = {key for key in left - needed if key in whole and not retention.keep_incarnations}
             assert not late - self.leaning(place), f"{sorted(late)} had to go"
+            assert not any(map(self.is_over, self.pins[place].values())), "what has expired had to go"
+
+    def pruning(self, place: str, retention: Retention) -> Work:
+        writer, shelf = self.incarnation, self.shelves[place]
+
+        async def work(backends: Backends) -> RotationReport:
+            return await engine.prune(backends[place], backends[ROOT], shelf, retention, writer)
+
+        return work
 
     @precondition(lambda self: self.places[ROOT].standing)
-    @rule(which=WHICH, place=PLACE, kill=KILL)
-    def pin(self, which: int, place: str, kill: int | None) -> None:
+    @rule(place=PLACE, first=RETENTION, second=RETENTION, at=st.integers(0, 40))
+    def prune_twice(self, place: str, first: Retention, second: Retention, at: int) -> None:
+        """The agent's rotation, and an operator's prune while it is at work."""
+        if not self.places[place].path.exists() or self.places[place].harmed or self.records_harmed(ROOT):
+            return
+        keep = self.kept(place, first) & self.kept(place, second)
+        mine = self.pruning(place, first)
+        self.shelves = self.fresh_shelves()
+        self.process.run_both(mine, at, self.pruning(place, second))
+        self.look()
+        left = self.places[place].standing.keys()
+        assert keep <= left, f"{sorted(keep - left)} had to stay"
+
+    @precondition(lambda self: self.places[ROOT].standing)
+    @rule(which=WHICH, place=PLACE, for_s=st.sampled_from([None, 30, 600]), kill=KILL)
+    def pin(self, which: int, place: str, for_s: int | None, kill: int | None) -> None:
         if not self.places[place].standing:
             return
         key = self.pick(place, which)
 
         async def work(backends: Backends) -> None:
-            await add_pin(backends[place], key)
+            await add_pin(backends[place], key, for_s=for_s, clock=self.clock.time)
 
-        self.do(f"pin {key}", work, kill, {}, Pruned)
+        before = set(self.pins[place])
+        if self.do(f"pin {key}", work, kill, {}, Pruned):
+            self.look()
+            until_s = None if for_s is None else self.clock.at_s + for_s
+            added = [pin for name, pin in self.pins[place].items() if name not in before]
+            assert added == [Pinned(key, until_s)]
 
     @precondition(lambda self: any(self.pins.values()))
     @rule(which=WHICH)
@@ -288,10 +246,86 @@ class Checkpoints(RuleBasedStateMachine):
 
         self.process.run(work)
         self.adopted[self.incarnation + 1] = key
+        self.become(key)
+
+    @precondition(lambda self: self.places[ROOT].standing and not self.places[ROOT].harmed)
+    @rule(
+        which=WHICH,
+        doing=st.sampled_from(["save", "prune", "prune", "merge"]),
+        one=SAVE,
+        retention=RETENTION,
+        at=st.integers(0, 60),
+    )
+    def take_over(self, which: int, doing: str, one: Training, retention: Retention, at: int) -> None:
+        """While a writer is at work, another one goes on from a checkpoint that counts. The first then is superseded,
+        but does not know it."""
+        good = [key for key in self.whole(ROOT) if self.is_good(key)]
+        deltas = self.deltas()
+        if not good or (doing == "merge" and not deltas):
+            return
+        adopted = good[-1 - which % min(len(good), 3)]
+        if doing == "save":
+            key, work = self.saving(one)
+            self.open[ROOT].add(key)
+        elif doing == "merge":
+            key = deltas[-1 - which % len(deltas)]
+            work = self.merging(key)
+            self.open[ROOT].add(key)
+        else:
+            work = self.pruning(ROOT, retention)
+        writer = self.incarnation
+        adopted = self.adopt_while(work, at, adopted)
+        assert set(self.places[ROOT].chain(adopted)) <= self.places[ROOT].standing.keys(), (
+            f"{adopted} was adopted, and went"
+        )
+        self.adopted[writer + 1] = adopted
+        self.goes_on_unaware(writer, one, retention)
+        self.become(adopted)
+
+    def adopt_while(self, work: Work, at: int, key: Key) -> Key:
+        """Adopt ``key`` when ``work`` has reached its point ``at``; where it is gone by then, the newest that counts,
+        as a further incarnation. What was adopted and stood still."""
+        writer = self.incarnation
+
+        async def adopt(backends: Backends) -> bool:
+            await kit.adopt(backends[ROOT], *key)
+            return await engine.standing(backends[ROOT], key) is not None
+
+        stood = self.process.run_both(work, at, adopt)
+        self.look()
+        if stood:
+            return key
+        self.adopted[writer + 1] = key
+        left = self.whole(ROOT)
+        assert left, f"{key} was gone when it was adopted, and nothing else is there"
+        key = left[-1]
+        assert self.process.run(adopt)
+        return key
+
+    def goes_on_unaware(self, writer: int, one: Training, retention: Retention) -> None:
+        """The superseded writer removes nothing, and nothing that it saves counts."""
+        before = set(self.places[ROOT].standing)
+        beyond = self.step + 100
+        key = writer, beyond
+        held = self.held[key] = self.trainer.held("of a superseded writer", one.loss)
+
+        async def work(backends: Backends) -> None:
+            report = await engine.prune(backends[ROOT], backends[ROOT], self.shelves[ROOT], retention, writer)
+            assert report.superseded and not report.removed
+            made = await engine.save(backends[ROOT], [backends[ROOT]], key, held, None, None)
+            assert made is None, f"{key} was committed by a superseded writer"
+
+        self.open[ROOT].add(key)
+        self.process.run(work)
+        self.look()
+        assert before <= self.places[ROOT].standing.keys(), "a superseded writer removed something"
+
+    def become(self, key: Key) -> None:
+        """The process that goes on from ``key``."""
         self.step = key[1]
         self.trainer.take(self.held[key])
         self.pending = None
-        self.shelves = {place: Shelf() for place in PLACES}
+        self.shelves = self.fresh_shelves()
 
     @precondition(lambda self: sum(len(place.harmed) for place in self.places.values()) < HARMED_MAX)
     @rule(
@@ -370,144 +404,3 @@ class Checkpoints(RuleBasedStateMachine):
             self.explain(place, said)
 
         self.process.run(work)
-
-    # -- what must hold
-
-    def pick(self, place: str, which: int) -> Key:
-        """The newest ones most."""
-        keys = sorted(self.places[place].standing)
-        return keys[-1 - which % len(keys)]
-
-    def deltas(self) -> list[Key]:
-        return sorted(
-            key for key, seen in self.places[ROOT].standing.items() if seen.manifest.kind == "delta"
-        )
-
-    def look(self) -> None:
-        async def work(backends: Backends) -> None:
-            for place, backend in backends.items():
-                if self.places[place].path.exists():
-                    await self.places[place].look(backend)
-                    self.pins[place] = {held.id: held.key for held in await list_pins(backend)}
-
-        self.process.run(work)
-
-    def leaning(self, place: str) -> set[Key]:
-        """What may be needed by attempts that are not decided."""
-        return set(self.places[place].standing) if self.open[place] else set()
-
-    def mendable(self, place: str, other: str) -> set[str]:
-        """The harmed objects that the other place has right, with all that proves them."""
-        here, there = self.places[place], self.places[other]
-
-        def is_right(name: str) -> bool:
-            path = there.path / name
-            return name not in there.harmed and path.exists()
-
-        def can(name: str) -> bool:
-            return name not in here.harmed or (
-                is_right(name) and (there.path / name).read_bytes() == here.harmed[name]
-            )
-
-        if not all(can(name) for name in here.harmed if is_record(name)):
-            return set()
-        found = {name for name in here.harmed if name.count("/") < 2 and can(name)}
-        for key, seen in here.standing.items():
-            found |= {name for name in seen.votes.values() if can(name)}
-            proved = {name for name, rank in seen.images.items() if can(seen.votes[rank])}
-            # Another attempt, which is whole there, has the same images, though in other objects.
-            other_way = (
-                key in there.standing
-                and there.standing[key].manifest.attempt != seen.manifest.attempt
-                and all(there.is_whole(one) for one in there.chain(key))
-            )
-            found |= {name for name in proved if can(name) or (other_way and not name.endswith(".packed"))}
-        return found & here.harmed.keys()
-
-    @invariant()
-    def all_is_well(self) -> None:
-        self.look()
-        root = self.places[ROOT]
-        for place in PLACES:
-            self.stands(place)
-        listed = {key for place in self.places.values() for key in place.standing}
-        assert listed <= self.held.keys()
-
-        async def work(backends: Backends) -> None:
-            for key in sorted(listed):
-                try:
-                    await engine.load(list(backends.values()), key, self.held[key])
-                except EverstepError as error:
-                    assert not self.is_good(key), f"{key}: {error}"
-            for place, backend in backends.items():
-                if self.places[place].standing:
-                    said = [finding async for finding in check(backend, decision_wait_s=0)]
-                    self.explain(place, said)
-                    self.complete(place, said)
-
-        assert root.path.exists()
-        self.process.run(work)
-
-    def stands(self, place: str) -> None:
-        """Bases of what stands do, and what is pinned."""
-        at = self.places[place]
-        hidden = {
-            key
-            for key, decision in at.decided.items()
-            if decision is None or isinstance(decision, Quarantine) or at.is_doubtful(key)
-        }
-        for key, seen in at.standing.items():
-            parent = seen.manifest.parent_key
-            if at.is_doubtful(key):
-                continue
-            assert parent is None or parent in at.standing or parent in hidden, (
-                f"{key} lacks {parent} at {place}"
-            )
-        for key in self.pins[place].values():
-            assert key in at.standing or key in hidden, f"{key} is pinned at {place}"
-
-    def explain(self, place: str, said: list[Finding]) -> None:
-        """Nothing is said to be damaged that is not."""
-        at = self.places[place]
-        for finding in said:
-            if finding.severity is Severity.INFO or finding.severity is Severity.WARNING:
-                continue
-            key = finding.incarnation, finding.step
-            if finding.name in at.harmed or _doubtful(at, finding.name) or at.is_doubtful(key):  # type: ignore[arg-type]
-                continue
-            if finding.kind is Kind.CHAIN:
-                manifest = at.standing[key].manifest  # type: ignore[index]
-                decision = at.decided.get(manifest.parent_key)  # type: ignore[arg-type]
-                if decision is None or isinstance(decision, Quarantine):
-                    continue
-            unfinished = finding.kind in (Kind.UNDECIDED, Kind.MISSING) and key in self.open[place]
-            if unfinished or any(
-                name.startswith(finding.name + "/") for name in at.harmed
-            ):  # a base's directory
-                continue
-            raise AssertionError(f"{place}: nothing explains {finding}")
-
-    def complete(self, place: str, said: list[Finding]) -> None:
-        """All that is damaged is said to be."""
-        at = self.places[place]
-        told = {finding.name for finding in said if finding.severity is Severity.DAMAGE}
-        must = {name for name in at.harmed if is_record(name)}
-        for key, seen in at.standing.items():
-            if at.is_doubtful(key):
-                continue
-            must |= {name for name in (*seen.votes.values(), *seen.layouts) if name in at.harmed}
-            if names.RUN in at.harmed:
-                continue
-            below = at.chain(key)[1:]
-            whole = all(at.is_whole(one) for one in below)
-            for name, rank in seen.images.items():
-                if name in at.harmed and seen.votes[rank] not in at.harmed and whole:
-                    must.add(name)
-        assert must <= told, f"{place}: {sorted(must - told)} are damaged, and nothing is said"
-
-
-def _doubtful(place: Place, name: str) -> bool:
-    parsed = names.parse(name)
-    if parsed is None or parsed.step is None or parsed.incarnation is None:
-        return False
-    return place.is_doubtful((parsed.incarnation, parsed.step))

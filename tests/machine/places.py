@@ -6,25 +6,65 @@ import asyncio
 import shutil
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
 from everstep.backends import points
+from everstep.backends.api import Capabilities
+from everstep.backends.errors import Conflict, NotFound
 from everstep.backends.files import LocalBackend
 from everstep.errors import Damaged, EverstepError
 from everstep.format import names
-from everstep.format.manifest import Decision, Manifest, decode_decision
+from everstep.format.manifest import Decision, Manifest, decode_decision, encode_decision
+from everstep.store import runs
 from everstep.store.catalog import list_steps, read_numbered
 from everstep.store.sources import DurableSource
 
-from .world import WORLD, Key
+from .world import WORLD, Clock, Key
 
 ROOT, TIER = "root", "tier"
 PLACES = (ROOT, TIER)
 
 T = TypeVar("T")
 Backends = dict[str, LocalBackend]
+
+
+class Flat(LocalBackend):
+    """An object store: a directory is there as long as an object lies in it."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.capabilities = Capabilities(atomic_create=True, shared=True, flat=True)
+
+    async def list_names(self, prefix: str = "") -> list[str]:
+        cut = len(prefix) + 1 if prefix else 0
+        there = [item.name[cut:] async for item in self.list(prefix)]
+        return list(dict.fromkeys(name.partition("/")[0] for name in there))
+
+
+class PutOnly(Flat):
+    """An object store that does not know how to create a name once."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.capabilities = Capabilities(atomic_create=False, shared=True, flat=True)
+
+    async def create(self, name: str, data: bytes) -> None:
+        try:
+            there = await self.read(name)
+        except NotFound:
+            await self.write(name, data)
+        else:
+            if there != data:
+                raise Conflict(name, "exists already, with other bytes")
+
+
+KINDS: dict[str, Callable[[Path], LocalBackend]] = {"files": LocalBackend, "flat": Flat, "put": PutOnly}
+ROOTS = ("files", "flat")
+TIERS = ("files", "flat", "put")
 
 
 class Killed(BaseException):
@@ -39,6 +79,8 @@ class Process:
         self.home = home
         self.killed = False
         self.reached = 0
+        self.clock = Clock()
+        self.kinds = {ROOT: "files", TIER: "files"}
 
     def path(self, place: str) -> Path:
         return self.home / place
@@ -59,24 +101,12 @@ class Process:
                     _copy(self.home, frozen)
                     raise Killed(name)
 
-        async def go() -> T:
-            asyncio.get_running_loop().set_exception_handler(lambda loop, what: None)  # the dead tell nothing
-            backends = {place: LocalBackend(self.path(place)) for place in PLACES}
-            try:
-                return await work(backends)
-            finally:
-                for backend in backends.values():
-                    await backend.close()
-
-        points.hook = hook
         try:
-            result: T | None = asyncio.run(go())
+            result: T | None = self._run(work, hook)
         except (Killed, EverstepError):
             if not self.killed:
                 raise
             result = None
-        finally:
-            points.hook = None
         if self.killed:
             for place in PLACES:
                 shutil.rmtree(self.path(place), ignore_errors=True)
@@ -85,6 +115,52 @@ class Process:
             shutil.rmtree(frozen)
             return None
         return result
+
+    def run_both(
+        self,
+        work: Callable[[Backends], Awaitable[object]],
+        at: int,
+        other: Callable[[Backends], Awaitable[T]],
+    ) -> T:
+        """Do ``work``, and ``other``, in another process, while ``work`` stands at its point ``at``, or, where it does
+        not come so far, behind it; what ``other`` returns."""
+        self.killed, self.reached = False, 0
+        lock = threading.Lock()
+        found: list[T] = []
+
+        def hook(name: str, detail: str) -> None:
+            with lock:
+                self.reached += 1
+                due = self.reached - 1 == at
+            if due:
+                with ThreadPoolExecutor(1) as pool:
+                    found.append(pool.submit(self._loop, other).result())
+
+        self._run(work, hook)
+        if not found:
+            found.append(self._run(other, None))
+        return found[0]
+
+    def _run(self, work: Callable[[Backends], Awaitable[T]], hook: Callable[[str, str], None] | None) -> T:
+        points.hook = hook
+        runs.datetime = self.clock  # type: ignore[assignment, misc]
+        try:
+            return self._loop(work)
+        finally:
+            points.hook = None
+            runs.datetime = datetime  # type: ignore[misc]
+
+    def _loop(self, work: Callable[[Backends], Awaitable[T]]) -> T:
+        async def go() -> T:
+            asyncio.get_running_loop().set_exception_handler(lambda loop, what: None)  # the dead tell nothing
+            backends = {place: KINDS[self.kinds[place]](self.path(place)) for place in PLACES}
+            try:
+                return await work(backends)
+            finally:
+                for backend in backends.values():
+                    await backend.close()
+
+        return asyncio.run(go())
 
 
 def _copy(home: Path, dest: Path) -> None:
@@ -202,7 +278,8 @@ def _is_same_decision(data: bytes, right: bytes, name: str) -> bool:
     except EverstepError:
         return False
     if isinstance(found, Manifest) and isinstance(wanted, Manifest):
-        return replace(found, created=wanted.created) == wanted
+        # By their bytes: a metric that is NaN differs from itself.
+        return encode_decision(replace(found, created=wanted.created)) == encode_decision(wanted)
     return found == wanted
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import calendar
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 
 import numpy as np
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, StateMismatch
 from everstep.format.layout import Box, EntrySpec, Layout, Scope, build_layout, encode, layout_hash
 from everstep.format.vote import STATE_IMAGE
 from everstep.plan.reads import plan_reads
@@ -20,6 +24,35 @@ COLUMNS = 33
 
 Key = tuple[int, int]
 """(incarnation, step)"""
+
+
+class Clock:
+    """The time, which the story moves: in seconds since the epoch. It stands in for the class datetime where records
+    are given their times."""
+
+    def __init__(self) -> None:
+        self.at_s = 1_900_000_000
+        self.skew_s = 0
+        """How far the clock of whoever makes a record is off."""
+
+    def time(self) -> float:
+        return self.at_s
+
+    def now(self, zone: timezone) -> datetime:
+        return datetime.fromtimestamp(self.at_s + self.skew_s, zone)
+
+
+def seconds_of(text: str) -> int:
+    """Seconds since the epoch of a record's time."""
+    return calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%SZ"))
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """A pin, and until when it says that it holds."""
+
+    key: Key
+    until_s: int | None
 
 
 @dataclass(frozen=True)
@@ -68,6 +101,11 @@ class Held:
     values: Values
     note: str
     """What its state images say."""
+    loss: float = 1.0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"loss": self.loss}
 
     def state(self, rank: int) -> bytes:
         return f"{self.note} of rank {rank} ".encode() * 300
@@ -99,8 +137,8 @@ class Trainer:
             new[rank, "w"] = new[0, "w"]
         self.values = new
 
-    def held(self, note: str) -> Held:
-        return Held(self.shape, dict(self.values), note)
+    def held(self, note: str, loss: float) -> Held:
+        return Held(self.shape, dict(self.values), note, loss)
 
     def take(self, held: Held) -> None:
         """What a load does."""
@@ -127,6 +165,11 @@ def _changed(dtype: str, old: bytes, change: str, numbers: np.random.Generator) 
     return (values * (1 + 0.001 * numbers.standard_normal(len(values)))).astype(kind).tobytes()
 
 
+def same_metrics(found: Mapping[str, float], wanted: Mapping[str, float]) -> bool:
+    """NaN is NaN here."""
+    return repr(dict(found)) == repr(dict(wanted))
+
+
 _layouts: dict[tuple[Shape, int], Layout] = {}
 
 
@@ -147,7 +190,7 @@ def snapshot(key: Key, rank: int, held: Held) -> kit.MemoryPinned:
     encoded = encode(layout)
     data = {f"image:{spec.name}": image for spec, image in zip(layout.images, images, strict=True)}
     data[STATE_IMAGE] = bytearray(held.state(rank))
-    data["meta"] = bytearray(write_meta(kit.meta_of(rank, WORLD)))
+    data["meta"] = bytearray(write_meta({**kit.meta_of(rank, WORLD), "metrics": held.metrics}))
     data["layout"] = bytearray(encoded)
     info = kit.Info(0, key[1], 2, key[0], key[1], layout_hash(encoded))
     return kit.MemoryPinned(info, data, kit.CHUNK)
@@ -157,12 +200,33 @@ async def compare(sources: list[DurableSource], held: Held) -> None:
     """Load all ranks from ``sources``, nearest first, and compare every byte. Raises what loads do."""
     layouts = [layout_of(held.shape, rank) for rank in range(WORLD)]
     for rank, layout in enumerate(layouts):
-        reads = plan_reads(layout.entries, layouts, rank)
-        found = [bytearray(len(held.values[rank, entry.key])) for entry in layout.entries]
-        await fill(sources, reads, {index: memoryview(data) for index, data in enumerate(found)})  # type: ignore[arg-type]
-        for entry, data in zip(layout.entries, found, strict=True):
-            assert data == held.values[rank, entry.key], f"step {sources[0].step} rank {rank} {entry.key}"
+        await _compare(sources, held, layouts, rank, layout)
         assert await _state(sources, rank) == held.state(rank)
+    await _by_name(sources, held, layouts)
+
+
+async def _compare(
+    sources: list[DurableSource], held: Held, layouts: list[Layout], rank: int, wanted: Layout
+) -> None:
+    reads = plan_reads(wanted.entries, layouts, rank)
+    found = [bytearray(len(held.values[rank, entry.key])) for entry in wanted.entries]
+    await fill(sources, reads, {index: memoryview(data) for index, data in enumerate(found)})  # type: ignore[arg-type]
+    for entry, data in zip(wanted.entries, found, strict=True):
+        assert data == held.values[rank, entry.key], f"step {sources[0].step} rank {rank} {entry.key}"
+
+
+async def _by_name(sources: list[DurableSource], held: Held, layouts: list[Layout]) -> None:
+    """By who has one tensor less, or calls one otherwise: each gets what is his by its name, or hears that it is not
+    there."""
+    if held.shape.flags:
+        await _compare(sources, held, layouts, 0, layout_of(held.shape.changed("drop"), 0))
+    renamed = held.shape.changed("rename")
+    try:
+        plan_reads(layout_of(renamed, 0).entries, layouts, 0)
+    except StateMismatch as error:
+        assert renamed.moment in str(error), error
+    else:
+        raise AssertionError(f"{renamed.moment} was found, which was {held.shape.moment}")
 
 
 async def _state(sources: list[DurableSource], rank: int) -> bytes:

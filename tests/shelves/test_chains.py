@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from everstep.format.manifest import Abort, Manifest, Tombstone, encode_decision
 from everstep.plan.retention import Retention, RetentionPlan
 from everstep.store.catalog import list_step, read_decision
 from everstep.store.commit import try_commit
+from everstep.store.findings import Severity
+from everstep.store.fsck import check as fsck
 from everstep.store.pins import add_pin
 from everstep.store.rotate import rotate
 from everstep.store.shelf import Shelf
@@ -317,5 +320,164 @@ def test_two_rotations_side_by_side(tmp_path: Path) -> None:
         assert await kit.check(backend) == {(1, 10), (1, 11), (1, 12)}
         assert isinstance(await read_decision(backend, await list_step(backend, 9, 1)), Tombstone)
         await other.close()
+
+    kit.with_run(tmp_path, work)
+
+
+@pytest.mark.parametrize("point", ["rotate.tombstoned", "rotate.deleted.votes"])
+def test_what_is_adopted_meanwhile_comes_back_or_is_seen_to_be_gone(tmp_path: Path, point: str) -> None:
+    """By a rotator that does not know of the new incarnation: the look behind its tombstones tells it."""
+
+    async def work(backend: LocalBackend) -> None:
+        for step in (1, 2, 3):
+            await kit.save(backend, step)
+        stood: list[bool] = []
+
+        async def adopt() -> None:
+            other = LocalBackend(tmp_path)
+            await store_kit.adopt(other, 1, 1)
+            stood.append(isinstance(await read_decision(other, await list_step(other, 1, 1)), Manifest))
+            await other.close()
+
+        ended = kit.on_point(point, adopt)
+        report = await kit.prune(backend)
+        await ended()
+        late = point == "rotate.deleted.votes"
+        assert stood == [not late]  # whoever adopted it looks once more, and goes on from what is there
+        assert kit.reasons(report) == (
+            {} if late else {(1, 1): "incarnation 2 adopted it, and nothing newer is complete"}
+        )
+        assert await kit.check(backend) == ({(1, 3)} if late else {(1, 1), (1, 3)})
+
+    kit.with_run(tmp_path, work)
+
+
+@pytest.mark.parametrize("tombstones", [1, 2])
+def test_a_writer_that_is_superseded_behind_its_tombstones_takes_them_back(
+    tmp_path: Path, tombstones: int
+) -> None:
+    """Nothing is deleted yet."""
+
+    async def work(backend: LocalBackend) -> None:
+        for step in (1, 2, 3):
+            await kit.save(backend, step)
+        reached: list[str] = []
+        points.hook = lambda name, detail: reached.append(name)
+
+        async def is_superseded() -> bool:
+            return reached.count("rotate.tombstoned") == tombstones
+
+        plan = (await Shelf().look(backend)).plan(Retention(1))
+        report = await rotate(backend, plan, is_superseded=is_superseded)
+        assert report.superseded and not report.removed
+        assert await kit.check(backend) == {(1, 1), (1, 2), (1, 3)}
+
+    kit.with_run(tmp_path, work)
+
+
+class Interrupted(LocalBackend):
+    """Another process is at work after the first vote is deleted."""
+
+    def __init__(self, root: Path, other: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(root)
+        self.other: Callable[[], Awaitable[None]] | None = other
+
+    async def delete(self, names: Iterable[str]) -> None:
+        first, *rest = [*names] or [""]
+        if first.endswith(".vote") and self.other is not None:
+            other, self.other = self.other, None
+            await super().delete([first])
+            await other()
+            await super().delete(rest)
+        else:
+            await super().delete([first, *rest] if first else [])
+
+
+def test_what_another_rotation_puts_back_while_it_is_deleted_does_not_stand(tmp_path: Path) -> None:
+    """It finds graves of which the newest has lost a vote already, and takes those below for what that stands on."""
+
+    async def work(backend: LocalBackend) -> None:
+        full = await kit.save(backend, 1)
+        delta = await kit.save(backend, 2, full)
+        await kit.save(backend, 3, delta)
+        await kit.save(backend, 4)
+        put_back: list[bool] = []
+
+        async def rotation() -> None:
+            other = LocalBackend(tmp_path)
+            await kit.prune(other)
+            put_back.append((1, 1) in await kit.standing(other))
+            await other.close()
+
+        first = Interrupted(tmp_path, rotation)
+        await kit.prune(first)
+        await first.close()
+        assert put_back == [True]
+        assert await kit.check(backend) == {(1, 4)}
+        await kit.prune(backend)
+        assert await kit.check(backend) == {(1, 4)}
+        assert [finding async for finding in fsck(backend) if finding.severity is not Severity.INFO] == []
+
+    kit.with_run(tmp_path, work)
+
+
+def test_what_lost_its_votes_while_it_was_put_back_is_buried_again(tmp_path: Path) -> None:
+    async def work(backend: LocalBackend) -> None:
+        for step in (1, 2):
+            await kit.save(backend, step)
+        plan = (await Shelf().look(backend)).plan(Retention(1))
+        await add_pin(backend, (1, 1))
+
+        async def delete() -> None:
+            (tmp_path / names.vote(1, 1, 1, 1)).unlink()
+
+        ended = kit.on_point("rotate.looked", delete)
+        await rotate(backend, plan, is_superseded=store_kit.not_superseded)
+        await ended()
+        assert await kit.check(backend) == {(1, 2)}
+
+    kit.with_run(tmp_path, work)
+
+
+class Noting(LocalBackend):
+    """Notes what is created and deleted, in order."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.done: list[tuple[str, str]] = []
+
+    async def create(self, name: str, data: bytes) -> None:
+        await super().create(name, data)
+        self.done.append(("create", name))
+
+    async def delete(self, names: Iterable[str]) -> None:
+        every = [*names]
+        self.done += [("delete", name) for name in every]
+        await super().delete(every)
+
+
+def test_tombstones_then_votes_then_images_then_decisions(tmp_path: Path) -> None:
+    """Whatever is cut off, what counts is whole, and what is not does not count."""
+
+    async def work(backend: LocalBackend) -> None:
+        full = await kit.save(backend, 1)
+        await kit.save(backend, 2, full)
+        await kit.save(backend, 3)
+        noting = Noting(tmp_path)
+        await kit.prune(noting)
+        await noting.close()
+
+        def rank(one: tuple[str, str]) -> int:
+            parsed = names.parse(one[1])
+            assert parsed is not None
+            if one[0] == "create":
+                return 0
+            return {names.Kind.VOTE: 1, names.Kind.DECISION: 3}.get(parsed.kind, 2)
+
+        ranks = [rank(one) for one in noting.done]
+        assert ranks == sorted(ranks)
+        assert [ranks.count(kind) for kind in (0, 1, 3)] == [2, 2 * kit.WORLD, 2] and ranks.count(2) >= 4
+        tombs = [name for how, name in noting.done if how == "create"]
+        assert tombs == [names.decision(2, 1, 2), names.decision(1, 1, 2)], "deltas before their bases"
 
     kit.with_run(tmp_path, work)
