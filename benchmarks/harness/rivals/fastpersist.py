@@ -52,9 +52,9 @@ def unable() -> str | None:
 
 
 def _path_to_ninja() -> None:
-    """torch looks for it in PATH, where a virtual environment that is not activated is not."""
+    """torch takes the first ninja in PATH. It must always be the same one: another's log makes it compile anew."""
     here = os.path.dirname(sys.executable)
-    if shutil.which("ninja") is None and os.path.exists(os.path.join(here, "ninja")):
+    if os.path.exists(os.path.join(here, "ninja")):
         os.environ["PATH"] = os.pathsep.join((here, os.environ.get("PATH", os.defpath)))
 
 
