@@ -44,6 +44,7 @@ MAY_IMPORT = {
 TORCH_LAYERS = frozenset({"state", "snapshot", "facade", "dcp", "port", "demo", "benchmarks"})
 LAZY_TORCH = {
     "everstep.codec.chunk": "numpy",
+    "everstep.memory.copying": "numpy",
     "everstep.codec.planes": "numpy",
     "everstep.codec.probe": "numpy",
     "everstep.codec.streams": "numpy",
