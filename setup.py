@@ -1,6 +1,6 @@
-"""The one thing that pyproject.toml cannot say yet without a warning: the loops of the codec in C.
+"""The one thing that pyproject.toml cannot say yet without a warning: loops of the codec, and copies, in C.
 
-Where they cannot be compiled the install goes on, and they run in numpy: slower, the same bytes.
+Where they cannot be compiled the install goes on, and they run in numpy and torch: slower, the same bytes.
 """
 
 from setuptools import Extension, setup
@@ -12,6 +12,12 @@ setup(
             sources=["engine/codec/_kernel.c"],
             extra_compile_args=["-O3"],
             optional=True,
-        )
+        ),
+        Extension(
+            "everstep.memory._copying",
+            sources=["engine/memory/_copying.c"],
+            extra_compile_args=["-O3"],
+            optional=True,
+        ),
     ]
 )

@@ -27,6 +27,7 @@ from .snapshot.device import DeviceSlot
 from .snapshot.late import Drain, LateCopy, LateCopyTimeout
 from .snapshot.moving import capturing
 from .snapshot.pinning import in_use, pin
+from .snapshot.views import no_collection
 from .state.trainstate import TrainState
 from .state.tree import FlatState
 
@@ -103,6 +104,18 @@ class Snapshots:
                 step=step,
             )
         self.settle(timeout_s)
+        with no_collection():
+            self._take(step, state, meta, late, timeout_s, waiting)
+
+    def _take(
+        self,
+        step: int,
+        state: TrainState,
+        meta: Callable[[FlatState, Plan], bytes],
+        late: bool,
+        timeout_s: float,
+        waiting: Callable[[], None],
+    ) -> None:
         flat = state.flatten()
         plan = self._planner.plan(flat)
         late_leaves = self._late_leaves(flat, state) if late else frozenset()

@@ -45,6 +45,7 @@ TORCH_LAYERS = frozenset({"state", "snapshot", "facade", "dcp", "port", "demo", 
 LAZY_TORCH = {
     "everstep.codec.chunk": "numpy",
     "everstep.codec.classes": "numpy",
+    "everstep.memory.copying": "numpy",
     "everstep.codec.planes": "numpy",
     "everstep.codec.probe": "numpy",
     "everstep.codec.scratch": "numpy",

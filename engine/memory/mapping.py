@@ -4,6 +4,10 @@ Python's ``mmap`` keeps a second descriptor that a forked child cannot be rid of
 child, where something else may lie by then. So the mapping is made by hand here: views keep it alive; a
 forked child gets inaccessible pages at the same addresses at once, so a stale view faults there instead of
 keeping the memory of the arena, and loader workers that outlive the trainer hold nothing.
+
+Pages are made huge where the kernel can collapse those of shared memory by request (Linux 6.1 and later, whatever the
+system's setting for new ones is). They stay so for everybody who maps the file: mapping a GiB anew is then 512 faults,
+not 262,144.
 """
 
 from __future__ import annotations
@@ -17,14 +21,18 @@ from collections.abc import Callable
 from typing import Any
 
 PAGE_BYTES = 4096
+HUGE_BYTES = 2 << 20
+"""Mappings begin at a multiple of it, as files do: only then a huge page can be mapped as one."""
 POPULATE_PIECE_BYTES = 64 << 20
 """Pre-faulting goes in pieces, so that closing need not wait for all of it."""
 
 _PROT_NONE = 0
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
+_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 _MADV_DONTFORK = 10
 _MADV_POPULATE_WRITE = 23
+_MADV_COLLAPSE = 25
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -62,9 +70,10 @@ class Mapping:
         self.view: memoryview = memoryview(pages).cast("B")
 
     def populate(self) -> None:
-        """Give every page its memory now (about 1 s per GiB), unless :meth:`close` is called meanwhile.
+        """Give every page its memory now (about 1 s per GiB), in huge pages where these can be had, unless
+        :meth:`close` is called meanwhile.
 
-        Touching is left to the kernel, which leaves contents alone, so this may run beside writers. The
+        It is all left to the kernel, which leaves contents alone, so this may run beside writers and readers. The
         interpreter lock is not held.
         """
         keep = self._pages  # until this returns, whoever closes
@@ -73,6 +82,9 @@ class Mapping:
             if self._stop.is_set():
                 return
             nbytes = min(POPULATE_PIECE_BYTES, self.nbytes - start)
+            # Refused by older kernels, for what is in use for direct I/O now, and where memory is in pieces: then
+            # pages stay small, slower but right.
+            _libc.madvise(address + start, nbytes, _MADV_COLLAPSE)
             if _libc.madvise(address + start, nbytes, _MADV_POPULATE_WRITE) != 0:
                 return  # an older kernel: pages come at the first touch, slower but right
         del keep
@@ -125,14 +137,30 @@ def close_file(fd: int) -> None:
 
 def _map(fd: int, nbytes: int) -> int:
     with _guard:
-        address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
-        if address is None or address == _FAILED:
-            error = ctypes.get_errno()
-            raise OSError(error, f"mmap of {nbytes} bytes: {os.strerror(error)}")
+        room = nbytes + HUGE_BYTES
+        reserved = _mmap(None, room, _PROT_NONE, _ANONYMOUS, -1)
+        address = -(-reserved // HUGE_BYTES) * HUGE_BYTES
+        try:
+            _mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        except OSError:
+            _libc.munmap(reserved, room)
+            raise
+        end = -(-(address + nbytes) // PAGE_BYTES) * PAGE_BYTES
+        for start, stop in ((reserved, address), (end, reserved + room)):
+            if start < stop:
+                _libc.munmap(start, stop - start)
         _mappings[address] = nbytes
         # For forks by foreign code that runs no Python handlers.
         _libc.madvise(address, nbytes, _MADV_DONTFORK)
-    return int(address)
+    return address
+
+
+def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
+    found = _libc.mmap(address, nbytes, protection, flags, fd, 0)
+    if found is None or found == _FAILED:
+        error = ctypes.get_errno()
+        raise OSError(error, f"mmap of {nbytes} bytes: {os.strerror(error)}")
+    return int(found)
 
 
 def _unmap(address: int, nbytes: int) -> None:
@@ -145,8 +173,7 @@ def _drop_in_child() -> None:
     global _guard
     _guard = threading.RLock()
     for address, nbytes in _mappings.items():
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
-        _libc.mmap(address, nbytes, _PROT_NONE, flags, -1, 0)
+        _libc.mmap(address, nbytes, _PROT_NONE, _ANONYMOUS | _MAP_FIXED, -1, 0)
     for fd in _descriptors:
         os.close(fd)
     _descriptors.clear()

@@ -3,7 +3,8 @@
 Torch splits every larger tensor over all its threads and waits for them after each: with some hundred tensors
 on a machine whose cores others use too (loaders, the agent), those waits take ten times as long as the copy.
 So batches of whole tensors are dealt out to a few threads instead, each of which copies alone, and nobody
-waits but once.
+waits but once. Host tensors that are plain runs of bytes are copied as such (:mod:`everstep.memory.copying`), past the
+caches; torch copies the others.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
+import operator
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from everstep.memory.copying import COMPILED, copy_each
 
 BATCH_BYTES = 16 << 20
 """What a thread takes at a time: large enough that asking for more costs nothing (also where another thread
@@ -29,6 +33,15 @@ THREADS_MAX = 16
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """(source, destination)."""
+Rows = list[tuple[int, int, int]]
+"""(address of the destination, address of the source, bytes)."""
+
+B = TypeVar("B")
+
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Others may have no memory of their own."""
+_dtype_of = operator.attrgetter("dtype")
+_nbytes_of = operator.attrgetter("nbytes")
 
 
 def move(
@@ -42,6 +55,10 @@ def move(
     if not sources:
         return
     elsewhere = devices(sources)
+    if COMPILED and not elsewhere:
+        sources, into = _move_rows(sources, into, threads)
+        if not sources:
+            return
     if not elsewhere and max(to.numel() for to in into) < ALONE_ITEMS:
         _copy(sources, into)
         return
@@ -49,9 +66,64 @@ def move(
     if elsewhere:
         _copy_pairs([pair for pair in pairs if not pair[0].is_cpu], non_blocking=True)
         pairs = [pair for pair in pairs if pair[0].is_cpu]
-    batches = list(_batches(pairs))
-    _share(batches, min(threads or torch.get_num_threads(), THREADS_MAX, len(batches)), here=threads == 1)
+    batched = list(_batches(pairs))
+
+    def copy_alone(batch: Pairs) -> None:
+        with _alone():
+            _copy_pairs(batch)
+
+    _share(batched, copy_alone, min(threads or torch.get_num_threads(), THREADS_MAX, len(batched)))
     synchronize(sources)
+
+
+def _move_rows(
+    sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor], threads: int | None
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Copy what lies on the host as a run of bytes; what does not is left."""
+    left: list[list[torch.Tensor]] = [[], []]
+    with torch._C.DisableTorchFunction():
+        if not _plain(sources, into):
+            are = [_plain([source], [to]) for source, to in zip(sources, into, strict=True)]
+            left = [list(itertools.compress(some, map(operator.not_, are))) for some in (sources, into)]
+            sources, into = (list(itertools.compress(some, are)) for some in (sources, into))
+        addresses = [map(torch.Tensor.data_ptr, some) for some in (into, sources)]
+        batches = list(_row_batches(list(zip(*addresses, map(_nbytes_of, into), strict=True))))
+    _share(batches, copy_each, min(threads or torch.get_num_threads(), THREADS_MAX, len(batches)))
+    return left[0], left[1]
+
+
+def _plain(sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> bool:
+    """Whether each pair is two runs of the same bytes."""
+    tensor = torch.Tensor
+    return (
+        _PLAIN_TYPES.issuperset(map(type, sources))
+        and _PLAIN_TYPES.issuperset(map(type, into))
+        and all(map(operator.is_, map(_dtype_of, sources), map(_dtype_of, into)))
+        and all(map(operator.eq, map(_nbytes_of, sources), map(_nbytes_of, into)))
+        and all(map(tensor.is_contiguous, sources))
+        and all(map(tensor.is_contiguous, into))
+        and not any(map(tensor.is_neg, sources))
+        and not any(map(tensor.is_conj, sources))
+        and not any(map(tensor._is_zerotensor, sources))
+    )
+
+
+def _row_batches(rows: Rows) -> Iterator[Rows]:
+    batch: Rows = []
+    nbytes = 0
+    for row in rows:
+        to, source, size = row
+        if size > BATCH_BYTES:
+            for at in range(0, size, BATCH_BYTES):
+                yield [(to + at, source + at, min(BATCH_BYTES, size - at))]
+            continue
+        batch.append(row)
+        nbytes += size
+        if nbytes >= BATCH_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
 
 
 def devices(tensors: Sequence[torch.Tensor]) -> set[torch.device]:
@@ -178,21 +250,21 @@ def _cut(source: torch.Tensor, to: torch.Tensor) -> Iterator[tuple[torch.Tensor,
         yield from zip(torch.split(source.view(-1), items), torch.split(to.view(-1), items), strict=True)
 
 
-def _share(batches: list[Pairs], threads: int, *, here: bool) -> None:
-    """Let ``threads`` threads take batches until none is left; raise what went wrong in any."""
+def _share(batches: list[B], act: Callable[[B], None], threads: int) -> None:
+    """Let ``threads`` threads take batches until none is left (one: the calling thread); raise what went wrong in
+    any."""
     errors: list[BaseException] = []
     todo = batches[::-1]
 
     def work() -> None:
         try:
-            with _alone():
-                while batch := _next(todo):
-                    _copy_pairs(batch)
+            while (batch := _next(todo)) is not None:
+                act(batch)
         except BaseException as error:  # raised in the caller's thread
             errors.append(error)
             todo.clear()
 
-    if here:
+    if threads <= 1:
         work()
     else:
         workers = [threading.Thread(target=work, name="everstep-copy") for _ in range(threads)]
@@ -203,14 +275,14 @@ def _share(batches: list[Pairs], threads: int, *, here: bool) -> None:
         raise errors[0]
 
 
-def _next(todo: list[Pairs]) -> Pairs:
+def _next(todo: list[B]) -> B | None:
     try:
         return todo.pop()
     except IndexError:
-        return []
+        return None
 
 
-def _join(workers: list[threading.Thread], todo: list[Pairs]) -> None:
+def _join(workers: list[threading.Thread], todo: list[B]) -> None:
     try:
         for worker in workers:
             worker.join()

@@ -93,7 +93,7 @@ def build_destinations(
     layout: Layout, expected: Expected, places: Mapping[str, memoryview]
 ) -> list[torch.Tensor]:
     """Views of all boxes that lie in one slot, whose regions are ``places``."""
-    with torch._C.DisableTorchFunction(), _no_collection():
+    with torch._C.DisableTorchFunction(), no_collection():
         names = [IMAGE_PREFIX + image.name for image in layout.images]
         names += [COPY_PREFIX + image.name for image in layout.copies]
         images = [torch.frombuffer(places[name], dtype=torch.uint8) for name in names]
@@ -111,8 +111,9 @@ def build_destinations(
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Thousands of views made at once would set off full collections of all the trainer's objects."""
+def no_collection() -> Iterator[None]:
+    """Thousands of objects made at once would set off collections of the trainer's; what is dropped before the end is
+    never looked at."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -190,10 +190,19 @@ class Ledger:
 
     def claim(self, live: torch.Tensor | Shards, index: int, where: str) -> None:
         """Have entry ``index`` read into ``live``, if it fits."""
-        if not self.fits(live, index, where):
-            return
-        held = held_by(live)
-        memory = _memory(live, held)
+        if self.fits(live, index, where):
+            held = held_by(live)
+            self._claim(live, index, where, held, _memory(live, held))
+
+    def _claim(
+        self,
+        live: torch.Tensor | Shards,
+        index: int,
+        where: str,
+        held: Held | None,
+        memory: tuple[Any, ...] | None,
+    ) -> None:
+        """As :meth:`claim`, for what fits, holds ``held`` and lies in ``memory``."""
         if memory is not None:
             other = self.claims.setdefault(memory, index)
             if other != index:
@@ -235,7 +244,9 @@ class Ledger:
         memory = _memory(live, held)
         if memory in self.claims or (memory is None and held is None):
             return False
-        self.claim(live, index, "")
+        self.matched += 1
+        self.used.add(index)
+        self._claim(live, index, "", held, memory)
         return True
 
     def tensor(self, index: int) -> Any:
@@ -353,7 +364,7 @@ def memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """What identifies the elements of ``tensor``; None where it has none."""
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
         return None
-    return (str(tensor.device), tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
 def checked_allow(allow: Collection[str]) -> frozenset[str]:

@@ -79,7 +79,10 @@ def writable_bytes(tensor: torch.Tensor) -> memoryview | None:
     tensor."""
     if not is_fillable(tensor):
         return None
-    return _memory(as_bytes_view(tensor))
+    plain = carrier(tensor)
+    if plain.dtype is torch.complex128 or not plain.numel():
+        return _memory(as_bytes_view(tensor))
+    return _memory(plain).cast("B")  # thousands of tensors are asked for: each call of torch counts
 
 
 def _memory(flat: torch.Tensor) -> memoryview:
@@ -90,7 +93,7 @@ def _memory(flat: torch.Tensor) -> memoryview:
 def is_fillable(tensor: torch.Tensor) -> bool:
     """Whether the bytes of ``tensor`` can be read from storage straight into it."""
     return (
-        tensor.device.type == "cpu"
+        tensor.is_cpu
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
         and not tensor.is_conj()

@@ -19,10 +19,11 @@ from typing import Any, TypeVar, cast
 from everstep.backends.aligned import aligned_buffer
 from everstep.errors import CannotTell, Damaged, EverstepError, Pruned, StateMismatch
 from everstep.format.vote import ImageRecord
+from everstep.memory.copying import copy
 from everstep.plan.reads import Range, Read, chunk_ranges, clip
 
 from .asking import each
-from .bases import UNSERVED, copy_bytes, lacking
+from .bases import UNSERVED, lacking
 from .proving import bad_chunks, changed_chunk, check_record
 from .sources import Scattering, Source
 
@@ -440,7 +441,7 @@ def _copy(reads: Sequence[Read], at: int, view: memoryview, targets: Mapping[int
         elif nbytes < LARGE_COPY_BYTES:
             targets[index][dest : dest + nbytes] = view[start : start + nbytes]
         else:
-            copy_bytes(targets[index][dest : dest + nbytes], view[start : start + nbytes])
+            copy(targets[index][dest : dest + nbytes], view[start : start + nbytes])
 
 
 def _copy_runs(

@@ -65,8 +65,12 @@ def check(arena_for: ArenaFor, parts: Parts, **options: Any) -> None:
         assert [logical_bytes(leaf) for leaf in leaves] == expected, "a source was changed"
 
 
+@pytest.mark.parametrize("compiled", [True, False], ids=["bytes", "torch"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype(arena_for: ArenaFor, dtype: torch.dtype) -> None:
+def test_every_dtype(
+    arena_for: ArenaFor, dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moving, "COMPILED", compiled and moving.COMPILED)
     raw = torch.randint(0, 256, (6 * 8 * dtype.itemsize,), dtype=torch.uint8)
     if dtype is torch.bool:
         raw &= 1
@@ -263,13 +267,15 @@ class TestMismatch:
             Copier().copy(slot, plan, [torch.zeros(1 << 20)], state=b"", meta=b"")
 
 
-def test_an_error_in_a_copying_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(pairs: Any, non_blocking: bool = False) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_an_error_in_a_copying_thread_is_raised(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    def fail(*_: Any) -> None:
         raise RuntimeError("bus error")
 
-    monkeypatch.setattr(moving, "_copy_pairs", fail)
+    monkeypatch.setattr(moving, "COMPILED", compiled)
+    monkeypatch.setattr(moving, "copy_each" if compiled else "_copy_pairs", fail)
     with pytest.raises(RuntimeError, match="bus error"):
-        moving.move([torch.zeros(1 << 20)], [torch.zeros(1 << 20)])
+        moving.move([torch.zeros(1 << 23)], [torch.zeros(1 << 23)], threads=2)
 
 
 def test_ten_thousand_small_tensors(arena_for: ArenaFor) -> None:
