@@ -9,7 +9,7 @@ help:
 	@echo "make demo       train, kill three ways, resume, compare bit for bit"
 	@echo "make test       linter, type checker and the test suite"
 	@echo "make test-long  the long suites (every crash point, soak)"
-	@echo "make bench      stall and save-load benchmarks on 1 GiB"
+	@echo "make bench      everstep beside every checkpoint engine that is installed, under 20 minutes"
 
 $(STAMP): constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -42,8 +42,7 @@ test-long: install
 	$(BIN)/python -m pytest -m long --timeout 1800
 
 bench: install
-	$(BIN)/everstep bench stall
-	$(BIN)/everstep bench save-load
+	$(BIN)/everstep bench run gpt-fp32 small-10k small-100k recovery training --json bench.json --html bench.html --png bench
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -110,13 +110,18 @@ def drop_caches(files: Iterable[Path]) -> str:
     return "posix_fadvise(DONTNEED) on each file, and /proc/sys/vm/drop_caches"
 
 
-def end_run(root: Path, agent_pid: int | None) -> None:
-    """End the agent of a run that is over (it would linger) and give the run's memory back."""
-    agent = Process.of(agent_pid) if agent_pid is not None else None
+def end_agent(pid: int | None) -> None:
+    """End a run's agent, which would linger."""
+    agent = Process.of(pid) if pid is not None else None
     if agent is not None and agent != Process.current():
         with suppress(ProcessLookupError):
             os.kill(agent.pid, signal.SIGKILL)
         agent.wait_dead(AGENT_DEATH_S)
+
+
+def end_run(root: Path, agent_pid: int | None) -> None:
+    """End the agent of a run that is over and give the run's memory back."""
+    end_agent(agent_pid)
     arenas = arena_dir(Path("/dev/shm"), locate(root).run_key)
     clean(arenas, keep=lambda info: False)
     with suppress(OSError):

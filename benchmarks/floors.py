@@ -28,18 +28,26 @@ class CopyFloor:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._sources = list(tensors)
-        total = sum(t.numel() for t in tensors)
-        self._flat = torch.cat([t.reshape(-1) for t in tensors])
-        self._room = torch.zeros(total, dtype=torch.float32)
+        self._room = torch.zeros(sum(map(_words, tensors)), dtype=torch.int64)
         self._targets: list[Tensor] = []
         offset = 0
         for tensor in tensors:
-            self._targets.append(self._room[offset : offset + tensor.numel()].view(tensor.shape))
-            offset += tensor.numel()
+            words = self._room[offset : offset + _words(tensor)]
+            self._targets.append(words.view(tensor.dtype)[: tensor.numel()].view(tensor.shape))
+            offset += _words(tensor)
+        self.fused()
+        self._flat = self._room.clone()
 
     def flat(self) -> None:
         """One call, as if all tensors were one."""
         self._room.copy_(self._flat)
+
+    def fresh(self) -> None:
+        """One call into memory that nobody has touched."""
+        with mmap.mmap(-1, max(1, self._flat.nbytes), flags=mmap.MAP_ANONYMOUS | mmap.MAP_PRIVATE) as room:
+            target = torch.frombuffer(room, dtype=torch.int64)
+            target[: len(self._flat)].copy_(self._flat)
+            del target
 
     def fused(self) -> None:
         """One fused call for all tensors."""
@@ -51,6 +59,11 @@ class CopyFloor:
         with torch.no_grad():
             for target, source in zip(self._targets, self._sources, strict=True):
                 target.copy_(source)
+
+
+def _words(tensor: Tensor) -> int:
+    """How many words of eight bytes ``tensor`` takes."""
+    return -(-tensor.numel() * tensor.element_size() // 8)
 
 
 class Buffer:

@@ -55,6 +55,14 @@ def run_memory(size_mib: int, repeats: int, directory: Path | None, tell: Step) 
         }
 
 
+def replicate_and_recover(nbytes: int, repeats: int, directory: Path) -> tuple[Result, Result]:
+    """Snapshots of ``nbytes`` into another node's memory, and back: what both launches found. Raises Mismatch."""
+    with _shared_directory() as shared:
+        config = Config("replicate", str(directory), str(shared), "", 0, nbytes, repeats)
+        sent = _launch(config, len(NODES))
+        return sent, _launch(replace(config, mode="recover", expected=sent.hashes), len(NODES))
+
+
 def _blocking(nbytes: int, repeats: int, work: Path, tell: Step) -> dict[str, Any]:
     """Eager and overlapped snapshots in this process, without replicas."""
     state = BenchState(nbytes)
@@ -184,4 +192,4 @@ def _end_agents(store: Path, world: int) -> None:
                 agent.wait_dead(DEATH_S)
 
 
-__all__ = ["run_memory"]
+__all__ = ["replicate_and_recover", "run_memory"]

@@ -135,7 +135,7 @@ def measure_overlap(
     """Snapshots whose copy hides behind computing: the call, the wait in the optimizer's hook, and the
     computing beside a copy and alone."""
     trained = _train_state(state)
-    compute = _Compute(eager_s * COMPUTE_RATIO)
+    compute = Compute(eager_s * COMPUTE_RATIO)
     found = {name: Samples() for name in ("call", "wait", "compute", "alone")}
     with _opened(root, trained, "overlap") as ckpt:
         step = _warm_up(ckpt, state, trained)
@@ -151,7 +151,7 @@ def measure_overlap(
     return found
 
 
-class _Compute:
+class Compute:
     """Matrix products that take about ``seconds``, as forward and backward would."""
 
     def __init__(self, seconds: float) -> None:
@@ -190,4 +190,4 @@ def _small(repeats: int, root: Path, tell: Step) -> Samples:
     return samples
 
 
-__all__ = ["measure_eager", "measure_overlap", "run_stall"]
+__all__ = ["Compute", "measure_eager", "measure_overlap", "run_stall"]

@@ -26,12 +26,14 @@ FORBIDDEN_CALLS = {
     "torch.jit.load",
     "allow_pickle=True",
 }
-IMPORTS_BY_NAME = {"everstep", "everstep.cli.main", "everstep.dcp"}
-"""Modules that import others by a name: their own, from a table in the code."""
+IMPORTS_BY_NAME = {"everstep", "everstep.cli.main", "everstep.dcp", "everstep.benchmarks.harness.systems"}
+"""Modules that import others by a name: their own, from a table in the code; the last one adapters too, which users
+name on the command line or install."""
 PICKLES = {"everstep.backends.conformance", "everstep.port.dcp_dirs", "everstep.port.torch_files"}
 """The first pickles and unpickles errors of its own making, to prove that they can be. The others read other
 libraries' files: by an unpickler that refuses what it does not know, or only to name torch's own refusal."""
 FOREIGN = {
+    "everstep.benchmarks.harness.plain": {"torch.save", "torch.load"},
     "everstep.dcp.values": {"torch.save"},
     "everstep.port.dcp_dirs": {"torch.save"},
     "everstep.port.torch_files": {"torch.save"},

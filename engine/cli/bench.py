@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from . import harness
 from .frame import FAILED, answering, command, human_bytes, json_option, progress, table
 
 EPILOG = """\
@@ -34,11 +35,11 @@ def bench() -> None:
     """Measure everstep against what this machine can do with the same bytes.
 
     Medians over repeats with least and greatest; the floors are measured in the same run, in turn with
-    everstep.
+    everstep. "run" measures any checkpoint engine side by side with it.
 
     \b
     Example:
-      everstep bench stall --json
+      everstep bench run gpt-fp32 --html report.html
     """
 
 
@@ -301,6 +302,9 @@ def delta(repeats: int, directory: Path | None, as_json: bool) -> None:
     _run("delta", runner, repeats, as_json, _delta_text)
 
 
+bench.add_command(harness.list_)
+bench.add_command(harness.run)
+bench.add_command(harness.compare)
 bench.add_command(stall)
 bench.add_command(save_load)
 bench.add_command(plan)

@@ -1,0 +1,1 @@
+"""Checkpoint engines side by side: workloads, systems, floors, one report."""

@@ -1,0 +1,109 @@
+"""One process of a worker: measures one system in one workload, alone in fresh memory.
+
+``python -m everstep.benchmarks.harness.worker`` reads its task as JSON on standard input, and writes what it found as
+JSON into the file descriptor that the task names; systems may print what they like. Called by :mod:`.processes`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from ..common import Mismatch
+from . import systems, workloads
+from .api import System
+
+TIMEOUT = timedelta(minutes=10)
+FLOOR = "floor"
+"""In place of a system's ``module:Class``: what the machine can do."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """``system``: its ``module:Class``. ``nbytes``: of the state, all ranks together. ``turn``: the round, from 0."""
+
+    system: str
+    workload: str
+    nbytes: int
+    repeats: int
+    turn: int
+    memory: bool
+    directory: str
+    rank: int
+    world: int
+    token: str
+    store: str
+    result_fd: int
+
+
+def run(task: Task) -> dict[str, Any]:
+    """What is measured, as plain values; ``{"wrong": text}`` if bytes came back changed."""
+    import torch
+
+    workload = next(one for one in workloads.ALL if one.name == task.workload)
+    torch.manual_seed(task.turn + 1)
+    if task.world > 1:
+        torch.set_num_threads(1)
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{task.store}", rank=task.rank, world_size=task.world, timeout=TIMEOUT
+        )
+    if task.system == FLOOR:
+        from .floor import measure_floors
+
+        state = workload.build(task.nbytes, task.rank, task.world)
+        return {"floors": measure_floors(state, workload.floors, Path(task.directory), task.repeats)}
+    return _of_system(task, workload, systems.load(task.system))
+
+
+def _of_system(task: Task, workload: workloads.Workload, system: System) -> dict[str, Any]:
+    from .measuring import Bench, Found
+
+    state = workload.build(task.nbytes, task.rank, task.world)
+    found = Found(tensors=len(state.tensors()), scale=getattr(state, "scale", None), version=system.version())
+    bench = Bench(
+        system,
+        state,
+        Path(task.directory),
+        rank=task.rank,
+        world=task.world,
+        repeats=task.repeats,
+        turn=task.turn,
+        memory=task.memory,
+        options=dict(workload.options),
+        token=task.token,
+        found=found,
+    )
+    found.size_bytes = bench.total(state.nbytes)
+    try:
+        workload.run(bench)
+    except Mismatch as error:
+        return {**asdict(found), "wrong": str(error)}
+    return asdict(found)
+
+
+def main() -> None:
+    task = Task(**json.loads(sys.stdin.read()))
+    os.set_inheritable(task.result_fd, False)
+    code = 0
+    try:
+        found = run(task)
+    except BaseException as error:
+        traceback.print_exc()
+        found, code = {"error": f"{type(error).__name__}: {error}"}, 1
+    with open(task.result_fd, "w") as result:
+        json.dump(found, result)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(
+        code
+    )  # threads and atexit handlers that a system leaves hold nobody up; its processes are ended by ours
+
+
+if __name__ == "__main__":
+    main()

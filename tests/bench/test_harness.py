@@ -1,0 +1,256 @@
+"""The harness runs, small, and checks what it measures; numbers of this size mean nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from everstep.benchmarks.harness import processes, results, systems, worker, workloads
+from everstep.benchmarks.harness.runner import Options, Run
+from everstep.benchmarks.harness.workloads import ALL
+from everstep.cli.harness import as_text, ours_failed
+from everstep.memory.process import Process
+from everstep.places import locate
+from reports import example
+
+MIB = 1 << 20
+LIMIT_S = 280.0
+pytestmark = pytest.mark.timeout(300)  # on a busy machine; alone each takes seconds
+HERE = Path(__file__).parent
+SAVES = {"open", "first_blocking", "first_durable", "blocking", "durable", "durable_synced"}
+EVERSTEP, OVERLAP, TORCH = (
+    "everstep.benchmarks.harness.ours:Everstep",
+    "everstep.benchmarks.harness.ours:EverstepOverlap",
+    "everstep.benchmarks.harness.plain:Torch",
+)
+
+
+@pytest.fixture(autouse=True)
+def adapters_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By this process, and by workers."""
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    )
+    monkeypatch.setenv("EVERSTEP_RUNTIME_DIR", str(tmp_path / "runtime"))
+
+
+def bench(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "everstep.cli", "bench", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def measure(workload: str, system: str, directory: Path, mib: int = 1) -> dict[str, Any]:
+    """What a worker finds, here in this process."""
+    directory.mkdir()
+    number = {"nbytes": mib * MIB, "repeats": 1, "turn": 0, "rank": 0, "world": 1, "result_fd": -1}
+    rest = {"memory": False, "directory": str(directory), "token": "", "store": ""}
+    return worker.run(worker.Task(system=system, workload=workload, **number, **rest))
+
+
+def test_a_run_of_two_systems(tmp_path: Path) -> None:
+    file, work, page, pictures = (tmp_path / name for name in ("r.json", "work", "r.html", "png"))
+    work.mkdir()
+    said = bench(
+        "run", "gpt-fp32", "--system", "everstep", "--system", "torch", "--size", "4", "--repeats", "1",
+        *("--rounds", "1", "--dir", work, "--json", file, "--html", page, "--png", pictures),
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    assert os.listdir(work) == []
+    report = results.read(file)
+    found = report["workloads"]["gpt-fp32"]
+    assert abs(found["size_bytes"] - 4 * MIB) < 0.01 * MIB and found["tensors"] == 580
+    assert set(found["floors"]) == {"copy", "copy_fresh", "write", "read"}
+    assert all(len(one["samples_s"]) == 2 for one in found["floors"].values())
+    assert found["left_out"] == {} and "posix_fadvise" in found["cold_by"]
+    for system in ("everstep", "torch"):
+        one = found["systems"][system]
+        assert set(one["works"]) == {*SAVES, "cold_load"}
+        assert all(0 < work["min_s"] <= work["median_s"] <= work["max_s"] for work in one["works"].values())
+        assert one["works"]["durable"]["min_s"] >= one["works"]["blocking"]["min_s"]
+        assert one["memory"] is not None and "bit for bit" in one["checked"] and not one["wrong"]
+        assert one["version"]
+    line = found["systems"]["everstep"]["timelines"]["save"]
+    assert [one["phase"] for one in line] == ["snapshot", "flush", "commit"]
+    assert all(0 <= one["begin_s"] <= one["end_s"] < 60 for one in line)
+    assert all(a["end_s"] == b["begin_s"] for a, b in pairwise(line))
+    assert report["summary"] == results.summary(report["workloads"])
+    assert {"durable_vs_floor", "cold_load_vs_best_rival", "peak_memory_mib"} <= set(report["summary"])
+    assert {"cores", "memory_bytes", "cpu", "disk", "file_system", "versions"} <= set(report["machine"])
+    assert "eager_blocking_vs_floor" in said.stdout and "bit" not in said.stderr
+    assert "gpt-fp32" in page.read_text() and os.listdir(pictures)
+
+
+@pytest.mark.parametrize("system", [EVERSTEP, OVERLAP, TORCH])
+@pytest.mark.parametrize("workload", ["gpt-bf16", "small-10k", "small-100k", "huge"])
+def test_saves_and_loads(workload: str, system: str, tmp_path: Path) -> None:
+    if system == OVERLAP and workload != "gpt-bf16":
+        pytest.skip("without an optimizer nothing is copied late")
+    found = measure(workload, system, tmp_path / "work")
+    assert set(found["works"]) == {*SAVES, "cold_load"}
+    assert all(len(seconds) == 1 for seconds in found["works"].values())
+    assert "bit for bit" in found["checked"] and "wrong" not in found
+    assert abs(found["size_bytes"] - MIB) < 0.02 * MIB
+    assert not arenas_of(tmp_path / "work").exists()
+
+
+def test_training(tmp_path: Path) -> None:
+    """A worker of its own: it pins its process and threads."""
+    job = {"system": EVERSTEP, "workload": "training", "nbytes": 12 * MIB, "repeats": 1, "turn": 0}
+    outcome = processes.launch({**job, "memory": False, "directory": str(tmp_path)}, 1, 100)
+    assert outcome.problem == "" and outcome.result is not None
+    works = outcome.result["works"]
+    assert set(works) == {"open", "loop", "loop_alone"} and len(works["loop"]) == 1
+    assert "same state" in outcome.result["checked"]
+
+
+def test_recovery(tmp_path: Path) -> None:
+    """But for the other node, which ``tests/nodes/test_bench.py`` has."""
+    found = measure("recovery", "adapters:NoPeer", tmp_path / "work")
+    assert set(found["works"]) == {"open", "first_memory_recovery", "memory_recovery", "disk_recovery"}
+    assert [one["phase"] for one in found["timelines"]["recovery"]] == ["load", "reserve"]
+    assert "bit for bit" in found["checked"]
+
+
+def test_what_goes_wrong_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+    specs = {name: f"adapters:{name.title()}" for name in ("crash", "wrong", "raise", "absent", "good")}
+    told: list[str] = []
+    chosen = workloads.chosen(["huge"])
+    job = Run(Options(chosen, specs, True, 1, tmp_path, repeats=1, rounds=2))
+    assert job.workers == 12
+    report = job.run(told.append)
+    found = report["workloads"]["huge"]
+    assert set(found["systems"]) == {"wrong", "good"}
+    wrong, good = found["systems"]["wrong"], found["systems"]["good"]
+    assert wrong["wrong"] and wrong["works"] == {} and "1 of 1 tensors" in wrong["checked"]
+    assert not good["wrong"] and len(good["works"]["first_blocking"]["samples_s"]) == 2
+    assert (
+        "exit code 3" in found["left_out"]["crash"] and "last words of a crash" in found["left_out"]["crash"]
+    )
+    assert found["left_out"]["raise"].startswith("failed: KeyError")
+    assert found["left_out"]["absent"] == "not installed: pip install absent"
+    assert [text.split(": ")[1] for text in told] == [
+        *("floor", "crash", "wrong", "raise", "good", "floor"),
+        *("floor", "good", "floor"),
+    ]
+    assert ours_failed(report) == []
+    text = as_text(report)
+    assert "WRONG: wrong: cold load 1 of round 1" in text and "left out: crash: rank 0: exit code 3" in text
+
+
+def test_what_hangs_is_ended_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pids = tmp_path / "pids"
+    monkeypatch.setenv("ADAPTERS_PID_FILE", str(pids))
+    limit_s = 2.0
+    job = {
+        "system": "adapters:Hang",
+        "workload": "huge",
+        "nbytes": MIB,
+        "repeats": 1,
+        "turn": 0,
+        "memory": False,
+    }
+    while not pids.exists():  # on a busy machine it takes long to get there
+        outcome = processes.launch({**job, "directory": str(tmp_path)}, 1, limit_s)
+        assert outcome.result is None and f"not done after {limit_s:g} s" in outcome.problem
+        limit_s *= 2
+    for pid in map(int, pids.read_text().split()):
+        process = Process.of(pid)
+        assert process is None or process.wait_dead(5)
+
+
+def test_what_a_killed_worker_leaves_in_memory_is_removed(tmp_path: Path) -> None:
+    job = {
+        "system": "adapters:Lost",
+        "workload": "huge",
+        "nbytes": MIB,
+        "repeats": 1,
+        "turn": 0,
+        "memory": False,
+    }
+    outcome = processes.launch({**job, "directory": str(tmp_path)}, 1, 100)
+    assert "exit code 3" in outcome.problem
+    arenas = arenas_of(tmp_path)
+    assert os.listdir(arenas)
+    systems.load("adapters:Lost").clean(tmp_path)
+    assert not arenas.exists()
+
+
+def test_others_keep_their_processes() -> None:
+    """The mark is that of one worker, wherever its processes are."""
+    token = processes.new_token()
+    environment = {**os.environ, processes.MARK: token}
+    command = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True) as process:
+        while processes.own_processes(token) != [process.pid]:
+            assert process.poll() is None
+        assert processes.own_processes(token[:-1]) == []
+        processes.end_processes(processes.new_token())
+        assert process.poll() is None
+        processes.end_processes(token)
+        assert process.wait(10) == -9
+
+
+def test_names_that_are_not_known(tmp_path: Path) -> None:
+    for args, known in (
+        (["huge", "nope"], "known: gpt-fp32, gpt-bf16"),
+        (["huge", "--system", "nope"], "known: everstep, everstep-overlap, torch"),
+        (["huge", "--system", "adapters:Nope"], "adapters:Nope cannot be loaded"),
+        (["huge", "--system", "nothing_here:Nope"], "nothing_here:Nope cannot be loaded"),
+        (["huge", "--system", "adapters:OwnMemoryOnly"], "is no subclass"),
+        (["huge", "--system", "adapters:Unready"], "works has ['fly']"),
+    ):
+        said = bench("run", *args, "--dir", tmp_path)
+        assert said.returncode == 2 and known in said.stderr, said.stderr
+        assert "Traceback" not in said.stderr
+
+
+def test_list() -> None:
+    said = json.loads(bench("list", "--json").stdout)
+    assert list(said["workloads"]) == [workload.name for workload in ALL]
+    assert list(said["systems"])[:3] == ["everstep", "everstep-overlap", "torch"]
+    for system in said["systems"].values():
+        assert system["meaning"] and set(system["works"]) and "missing" in system
+    assert said["systems"]["safetensors"]["missing"] is None
+
+
+def test_every_system_says_what_it_is() -> None:
+    known = systems.all_systems()
+    assert len(known) == len(systems.BUILT_IN)
+    for name, spec in known.items():
+        system = systems.load(spec)
+        assert system.name == name == name.lower() and "\n" not in system.meaning
+        assert system.works <= {"save", "async", "load", "ranks", "s3", "recover"}
+
+
+def test_who_takes_part() -> None:
+    small, training = (next(w for w in ALL if w.name == name) for name in ("small-100k", "training"))
+    specs = {"everstep": EVERSTEP, "everstep-overlap": OVERLAP, "torch": TORCH}
+    unnamed, named = (Run(Options([small, training], specs, asked)) for asked in (False, True))
+    assert [why is None for why in unnamed.taking(small).values()] == [True, False, True]
+    assert all(why is None for why in named.taking(small).values())
+    assert named.taking(training)["torch"] == "it can do none of: async"
+
+
+def test_everstep_must_not_fail() -> None:
+    report = example()
+    assert ours_failed(report) == []
+    main = report["workloads"]["gpt-fp32"]
+    main["systems"]["everstep"] |= {"wrong": True, "checked": "cold load 1: 2 of 580 tensors"}
+    del main["systems"]["everstep-overlap"]
+    main["left_out"]["everstep-overlap"] = "failed: OSError: no room"
+    report["workloads"]["recovery"]["left_out"]["everstep-overlap"] = "it can do none of: recover"
+    assert ours_failed(report) == [
+        "gpt-fp32, everstep: cold load 1: 2 of 580 tensors",
+        "gpt-fp32, everstep-overlap: failed: OSError: no room",
+    ]
+
+
+def arenas_of(directory: Path) -> Path:
+    """Where everstep's arenas lie of a session in ``directory``."""
+    return Path(f"/dev/shm/everstep-{os.getuid()}") / locate(directory / "run").run_key
