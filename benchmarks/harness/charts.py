@@ -53,6 +53,8 @@ PHASE_COLOURS = dict(
     zip(PHASES, ("#0072b2", "#009e73", "#c98500", "#cc79a7", "#3a9bdc", "#d55e00"), strict=True)
 )
 
+UNRIVALLED = frozenset({"open", "loop", "loop_alone"})
+"""Works whose ratio to a rival's says nothing, and that have no panel."""
 TITLES = {
     "open": "Opening the engine",
     "first_blocking": "Blocking time of the first save",
@@ -62,7 +64,8 @@ TITLES = {
     "durable_synced": "A save, until synced to disk",
     "cold_load": "Cold load",
     "memory_recovery": "Recovery from own memory",
-    "device_recovery": "Rollback on the device",
+    "first_memory_recovery": "First recovery from own memory",
+    "replicate": "Until another node's memory has it",
     "peer_recovery": "Recovery from another node's memory",
     "disk_recovery": "Recovery from disk",
     "loop": "Training loop with saves",
@@ -212,14 +215,17 @@ class Panel:
         return bool(values) and min(values) > 0 and max(values) > LINEAR_SPAN * min(values)
 
 
+def works_of(report: ReportDict, workload: str) -> list[str]:
+    """The works that were measured there: those that are known, first ones after later ones, then others."""
+    works = {work for one in report["workloads"][workload]["systems"].values() for work in one["works"]}
+    known = [work for work in WORKS if work in works]
+    return [*sorted(known, key=lambda work: work.startswith("first_")), *sorted(works.difference(WORKS))]
+
+
 def panels(report: ReportDict, workload: str) -> list[Panel]:
     """All of a workload's panels: its works that were measured, the slow-down of a loop, peak memory."""
-    works = dict.fromkeys(
-        work for one in report["workloads"][workload]["systems"].values() for work in one["works"]
-    )
-    known = [work for work in WORKS if work in works] + sorted(work for work in works if work not in WORKS)
     found = [
-        work_panel(report, workload, work) for work in known if work not in ("open", "loop", "loop_alone")
+        work_panel(report, workload, work) for work in works_of(report, workload) if work not in UNRIVALLED
     ]
     return [
         panel for panel in (*found, slowdown_panel(report, workload), memory_panel(report, workload)) if panel
@@ -267,6 +273,7 @@ def work_panel(report: ReportDict, workload: str, work: str) -> Panel | None:
 
 
 def title_of(work: str) -> str:
+    """What a reader calls it."""
     return TITLES.get(work) or work.replace("_", " ").capitalize()
 
 

@@ -142,7 +142,7 @@ def draw_aims(sheet: Sheet, aims: Sequence[AimDict], *, at: tuple[float, float],
         level = top + _AIM_HEAD + _AIM * (i + 0.5)
         sheet.text(x, level, "✓" if aim["met"] else "✗", color=colour, weight="bold")
         sheet.text(
-            x + 16, level, short(meanings.get(aim["cell"], aim["cell"]), int((left - 24) / 6.4)), size=10.5
+            x + 16, level, short(meanings.get(aim["cell"], aim["cell"]), int((left - 24) / 5.8)), size=10.5
         )
         sheet.text(
             x + width - 68, level, times(aim["value"]), ha="right", weight="bold", color=colour, size=10.5

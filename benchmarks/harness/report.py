@@ -13,6 +13,7 @@ from typing import Any
 from .charts import (
     MARGIN,
     PANEL,
+    UNRIVALLED,
     Look,
     Sheet,
     draw_panel,
@@ -22,9 +23,10 @@ from .charts import (
     require,
     settings,
     title_of,
+    works_of,
 )
 from .pictures import TIMELINES, bound, draw_timeline, pngs, timeline_height
-from .results import CELLS, FLOORS, WORKS, AimDict, Found, ReportDict, WorkloadDict, is_rival
+from .results import CELLS, FLOORS, AimDict, Found, ReportDict, WorkloadDict, is_rival
 from .style import STYLE
 from .words import NONE, bounds, plain, rate, seconds, size, times
 
@@ -286,13 +288,13 @@ def _pictures(report: ReportDict, name: str, index: int, look: Mapping[str, Look
     """A workload's panels and time lines."""
     drawn = []
     for i, panel in enumerate(panels(report, name)):
-        sheet = Sheet(PANEL + 2 * MARGIN, panel_height(panel) + MARGIN)
+        sheet = Sheet(PANEL + 2 * MARGIN, panel_height(panel) + 4)
         draw_panel(sheet, panel, look, at=(MARGIN, 0))
         drawn.append(_figure(panel.title, panel.about, sheet.svg(f"w{index}p{i}")))
     for system, found in report["workloads"][name]["systems"].items():
         for kind, phases in found["timelines"].items():
             if phases:
-                sheet = Sheet(PANEL + 2 * MARGIN, timeline_height(phases) + MARGIN)
+                sheet = Sheet(PANEL + 2 * MARGIN, timeline_height(phases) + 4)
                 draw_timeline(sheet, phases, at=(MARGIN, 0))
                 title = f"Time line of {TIMELINES.get(kind, plain(kind))}: {plain(system)}"
                 drawn.append(
@@ -337,12 +339,12 @@ def _numbers(report: ReportDict, name: str, look: Mapping[str, Look]) -> str:
 def _work_rows(report: ReportDict, name: str, look: Mapping[str, Look]) -> Iterator[Sequence[str]]:
     """Rows of the table of times: a heading for each work, and under it the systems, fastest first."""
     systems, found = report["workloads"][name]["systems"], Found(report["workloads"])
-    works = dict.fromkeys(work for system in systems.values() for work in system["works"])
-    for work in [*(work for work in WORKS if work in works), *(work for work in works if work not in WORKS)]:
+    for work in works_of(report, name):
         yield (f"{_text(title_of(work))} <code>{_text(work)}</code>",)
         measured = [(system, x["works"][work]) for system, x in systems.items() if work in x["works"]]
         for system, samples in sorted(measured, key=lambda pair: (bounds(pair[1]) or (float("inf"),))[0]):
-            ratios = (found.against_floor(name, system, work), found.against_best(name, system, work))
+            rival = None if work in UNRIVALLED else found.against_best(name, system, work)
+            ratios = (found.against_floor(name, system, work), rival)
             told = (NONE if x is None else times(x) for x in ratios)
             yield (_swatch(look, system), *_times(samples), *told)
 

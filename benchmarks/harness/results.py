@@ -331,7 +331,7 @@ def _small(prefix: str, workload: str) -> list[Cell]:
     return [
         Cell(f"{prefix}_save_vs_dcp", f"the call of a save {of}", 0.2, save),
         Cell(f"{prefix}_load_vs_dcp", f"a cold load {of}", 0.2, load),
-        Cell(f"{prefix}_vs_dcp", "the larger of these two", 0.2, _larger(save, load)),
+        Cell(f"{prefix}_vs_dcp", f"the larger of these two ({workload})", 0.2, _larger(save, load)),
     ]
 
 
@@ -344,7 +344,9 @@ CELLS: tuple[Cell, ...] = (
         0.65,
         _vs_best("blocking", wanted=is_dcp_async),
     ),
-    Cell("eager_first_vs_dcp", "the first save's call over that mode's first", 0.1, _first_vs_dcp),
+    Cell(
+        "eager_first_vs_dcp", "the first save's call over that of DCP async's best mode", 0.1, _first_vs_dcp
+    ),
     Cell(
         "overlap_blocking_vs_floor",
         "call and hook wait of an overlapped save over a copy",
@@ -353,7 +355,7 @@ CELLS: tuple[Cell, ...] = (
     ),
     Cell(
         "overlap_blocking_vs_best_rival",
-        "the same over the best rival's",
+        "call and hook wait of an overlapped save over the best rival's",
         0.1,
         _vs_best("blocking", OVERLAP),
     ),
@@ -367,7 +369,11 @@ CELLS: tuple[Cell, ...] = (
     ),
     Cell("cold_load_vs_floor", "a cold, verified load over a raw cold read", 1.10, _vs_floor("cold_load")),
     Cell(
-        "cold_load_vs_best_rival", "the same over the best rival's", 1.0, _vs_best("cold_load"), strict=True
+        "cold_load_vs_best_rival",
+        "a cold, verified load over the best rival's",
+        1.0,
+        _vs_best("cold_load"),
+        strict=True,
     ),
     Cell(
         "memory_recovery_vs_floor",
@@ -378,11 +384,16 @@ CELLS: tuple[Cell, ...] = (
     *_small("small_tensors", "small-10k"),
     *_small("small_tensors_100k", "small-100k"),
     Cell("training_slowdown", "how much longer a training step takes with a snapshot each", 0.03, _slowdown),
-    Cell("training_slowdown_vs_dcp", "that over DCP async's best mode", 1 / 3, _slowdown_vs_dcp),
+    Cell(
+        "training_slowdown_vs_dcp",
+        "slow-down of training over that by DCP async's best mode",
+        1 / 3,
+        _slowdown_vs_dcp,
+    ),
     Cell("peak_memory_mib", "MiB beyond state and slots", 128.0, _memory_mib),
     Cell(
         "peak_memory_vs_best_rival",
-        "the same over the least of a rival's",
+        "memory beyond state and slots over the least of a rival's",
         1.0,
         _memory_vs_best_rival,
         strict=True,

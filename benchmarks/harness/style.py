@@ -63,6 +63,7 @@ tbody th { text-align: left; color: var(--ink); padding-top: 14px; }
 tbody tr:first-child th { padding-top: 3px; }
 th:first-child, td:first-child, .words th, .words td, .two th:nth-child(2), .two td:nth-child(2) { text-align: left; }
 tbody tr:hover { background: var(--raised); }
+.two td:nth-child(2) { white-space: normal; min-width: 190px; }
 .words td:nth-child(2), .aims td:first-child { white-space: normal; min-width: 180px; }
 .aims { width: 100%; }
 .aims td:last-child { text-align: left; width: 230px; min-width: 150px; }
@@ -101,6 +102,7 @@ span.met { color: var(--met); } span.missed { color: var(--missed); font-weight:
   table { font-size: 10px; }
   th, td { padding: 2px 8px 2px 0; }
   tr { break-inside: avoid; }
+  tr:has(th[colspan]) { break-after: avoid; }
   h2, h3, h4 { break-after: avoid; }
 }
 """
