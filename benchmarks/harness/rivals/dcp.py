@@ -23,24 +23,22 @@ class DcpSession(Session):
         self._alone = job.world == 1
 
     def writer(self, step: int) -> Any:
-        from torch.distributed.checkpoint import FileSystemWriter
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
         return FileSystemWriter(self.path(step), thread_count=self._threads)
 
     def save(self, step: int) -> Pending:
-        from torch.distributed import checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import save
 
-        dcp.save(self.job.state.tree(), storage_writer=self.writer(step), no_dist=self._alone)
+        save(self.job.state.tree(), storage_writer=self.writer(step), no_dist=self._alone)
         return Done()
 
     def load(self, step: int) -> None:
-        from torch.distributed import checkpoint as dcp
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict_loader import load
 
-        dcp.load(
-            self.job.state.tree(),
-            storage_reader=dcp.FileSystemReader(self.path(step)),
-            no_dist=self._alone,
-        )
+        reader = FileSystemReader(self.path(step))
+        load(self.job.state.tree(), storage_reader=reader, no_dist=self._alone)
 
     def notes(self) -> list[str]:
         return ["its writer fsyncs files, not their directory"]
@@ -72,8 +70,11 @@ class DcpAsyncSession(DcpSession):
         self._pending: Pending | None = None
 
     def save(self, step: int) -> Pending:
-        from torch.distributed.checkpoint import async_save
-        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+        from torch.distributed.checkpoint.state_dict_saver import (
+            AsyncCheckpointerType,
+            AsyncSaveResponse,
+            async_save,
+        )
 
         kinds = AsyncCheckpointerType
         answer = async_save(

@@ -1,7 +1,9 @@
 """DeepSpeed's fast writer (FastPersist): its FastCheckpointEngine with libaio, O_DIRECT and two buffers.
 
 It compiles its writer when it is first used, which takes minutes: ``python -m
-everstep.benchmarks.harness.rivals.fastpersist`` does that beforehand. It fsyncs the file, not its directory.
+everstep.benchmarks.harness.rivals.fastpersist`` does that beforehand. It fsyncs the file, not its directory. On a
+machine without GPU it refuses to begin, for an operation that a writer asks for and uses only with a patched torch;
+DeepSpeed's own builder of that operation works there, too, and is put in its place.
 """
 
 from __future__ import annotations
@@ -25,11 +27,17 @@ HEADER = Path("/usr/include/libaio.h")
 BUILD = "python -m everstep.benchmarks.harness.rivals.fastpersist"
 
 
+OPERATIONS = ("async_io", "utils")
+
+
 def built() -> bool:
     """Whether the writer is compiled already (for any torch of this Python)."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache/torch_extensions"))
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
-    return any(root.glob(f"{python}_*/async_io/async_io.so")) or (root / "async_io/async_io.so").exists()
+    return all(
+        any(root.glob(f"{python}_*/{name}/{name}.so")) or (root / f"{name}/{name}.so").exists()
+        for name in OPERATIONS
+    )
 
 
 def unable() -> str | None:
@@ -51,8 +59,13 @@ def _path_to_ninja() -> None:
 
 
 def _engine() -> Any:
+    from deepspeed.io import fast_file_writer
+    from deepspeed.ops.op_builder.utils import UtilsBuilder
     from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
 
+    os.environ["DS_PIN_MEMORY_BACKEND"] = "native"  # torch pins nothing without a GPU
+    fast_file_writer.UtilsBuilder = UtilsBuilder
+    UtilsBuilder().load()
     config = SimpleNamespace(
         checkpoint_config={
             "checkpoint_serialization": True,

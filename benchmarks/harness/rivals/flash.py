@@ -7,6 +7,7 @@ what a snapshot after each step does here.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import time
@@ -18,6 +19,7 @@ from ..api import Done, Job, Pending, Session, System
 from .parts import NO_WAIT_S, Late, absent, copy_tree, remove_files
 
 POLL_S = 0.002
+START_S = 60.0
 END_S = 10.0
 SHARED_MEMORY = Path("/dev/shm")
 JOB_NAME = "TORCHELASTIC_RUN_ID"
@@ -36,6 +38,24 @@ def remove_leftovers(name: str) -> None:
         from dlrover.python.common.multi_process import SOCKET_TMP_DIR
 
         shutil.rmtree(Path(SOCKET_TMP_DIR, name), ignore_errors=True)
+
+
+def start_process() -> Any:
+    """The process that writes, once it answers: what is sent to it earlier may be lost."""
+    from dlrover.python.common.log import default_logger
+    from dlrover.python.common.multi_process import SharedQueue
+    from dlrover.trainer.torch.flash_checkpoint.engine import start_saver_process
+
+    default_logger.setLevel(logging.WARNING)  # a dozen lines for each save
+    process = start_saver_process()
+    until = time.monotonic() + START_S
+    queue = SharedQueue(name="factory")
+    while not (queue.is_available() and queue.qsize() == 0):
+        if not process.is_alive() or time.monotonic() >= until:
+            process.kill()
+            raise Late(f"DLRover's saver process did not answer within {START_S:g} s")
+        time.sleep(POLL_S)
+    return process
 
 
 class Written:
@@ -65,14 +85,20 @@ class FlashSession(Session):
         self._job_name = job_name(job.directory)
         os.environ[JOB_NAME] = self._job_name
         remove_leftovers(self._job_name)
+        self._process = start_process()
         self._checkpointer = self._open()
-        self._process = self._checkpointer._engine.saver_proc
         self._pending: Pending = Done()
 
     def _open(self) -> Any:
+        """A checkpointer that finds its process running, as it does below DLRover's launcher."""
         from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
+        from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
 
-        return DdpCheckpointer(str(self.job.directory))
+        CheckpointEngine.saver_proc = self._process
+        try:
+            return DdpCheckpointer(str(self.job.directory))
+        finally:
+            CheckpointEngine.saver_proc = None
 
     def save(self, step: int) -> Pending:
         from dlrover.python.common.constants import CheckpointConstant
@@ -99,17 +125,11 @@ class FlashSession(Session):
 
     def lose(self, tier: str) -> None:
         """A new engine beside the process that writes, as after a restart by DLRover's launcher."""
-        from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine
-
         self._pending.wait()
         self._checkpointer._engine.close()
         if tier == "disk":
             remove_files(SHARED_MEMORY, [f"{self._job_name}_ckpt_shm_0"])
-        CheckpointEngine.saver_proc = self._process
-        try:
-            self._checkpointer = self._open()
-        finally:
-            CheckpointEngine.saver_proc = None
+        self._checkpointer = self._open()
 
     def recover(self, tier: str) -> None:
         engine = self._checkpointer._engine

@@ -1,4 +1,6 @@
-"""orbax: its StandardCheckpointer, with numpy arrays that share the tensors' memory."""
+"""orbax: its AsyncCheckpointer with a PyTreeCheckpointHandler, and numpy arrays that share the tensors' memory.
+Compression is off, which is faster here: the states' contents do not compress.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,15 @@ class OrbaxWait:
 class OrbaxSession(Session):
     def __init__(self, job: Job, *, beside: bool) -> None:
         super().__init__(job)
-        import orbax.checkpoint
+        from orbax.checkpoint import AsyncCheckpointer, PyTreeCheckpointHandler
 
         self._beside = beside
-        self._checkpointer = orbax.checkpoint.StandardCheckpointer()
+        self._checkpointer = AsyncCheckpointer(PyTreeCheckpointHandler(use_compression=False))
 
     def save(self, step: int) -> Pending:
-        arrays = {name: as_array(tensor) for name, tensor in self.job.state.tensors().items()}
-        self._checkpointer.save(self.path(step).absolute(), arrays)
+        from orbax.checkpoint.args import PyTreeSave
+
+        self._checkpointer.save(self.path(step).absolute(), args=PyTreeSave(self._arrays()))
         pending = OrbaxWait(self._checkpointer)
         if self._beside:
             return pending
@@ -34,9 +37,18 @@ class OrbaxSession(Session):
         return Done()
 
     def load(self, step: int) -> None:
-        wanted = {name: as_array(tensor) for name, tensor in self.job.state.tensors().items()}
-        loaded = self._checkpointer.restore(self.path(step).absolute(), wanted)
+        from orbax.checkpoint.args import PyTreeRestore
+        from orbax.checkpoint.checkpoint_utils import construct_restore_args
+
+        wanted = self._arrays()
+        loaded = self._checkpointer.restore(
+            self.path(step).absolute(),
+            args=PyTreeRestore(item=wanted, restore_args=construct_restore_args(wanted)),
+        )
         fill(self.job.state, ((name, as_tensor(array)) for name, array in loaded.items()))
+
+    def _arrays(self) -> dict[str, Any]:
+        return {name: as_array(tensor) for name, tensor in self.job.state.tensors().items()}
 
     def close(self) -> None:
         self._checkpointer.close()
@@ -66,7 +78,7 @@ def as_tensor(array: Any) -> Any:
 
 class Orbax(System):
     name = "orbax"
-    meaning = "orbax's StandardCheckpointer with numpy arrays, waited for"
+    meaning = "orbax's AsyncCheckpointer with numpy arrays, waited for"
     by_default = False
     works = frozenset({"save", "load"})
     package = "orbax-checkpoint"
@@ -80,7 +92,7 @@ class Orbax(System):
 
 class OrbaxAsync(Orbax):
     name = "orbax-async"
-    meaning = "orbax's StandardCheckpointer with numpy arrays, asynchronous"
+    meaning = "orbax's AsyncCheckpointer with numpy arrays, asynchronous"
     by_default = True
     works = frozenset({"save", "async", "load"})
 

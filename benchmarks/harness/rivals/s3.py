@@ -22,20 +22,20 @@ class S3Session(Session):
 
     def save(self, step: int) -> Pending:
         from s3torchconnector.dcp import S3StorageWriter
-        from torch.distributed import checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import save
 
         writer = S3StorageWriter(self._region, self._url(step), thread_count=THREADS, overwrite=True)
         writer.fs = self._files()
-        dcp.save(self.job.state.tree(), storage_writer=writer, no_dist=self._alone)
+        save(self.job.state.tree(), storage_writer=writer, no_dist=self._alone)
         return Done()
 
     def load(self, step: int) -> None:
         from s3torchconnector.dcp import S3StorageReader
-        from torch.distributed import checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         reader = S3StorageReader(self._region, self._url(step))
         reader.fs = self._files(reader._reader_constructor)
-        dcp.load(self.job.state.tree(), storage_reader=reader, no_dist=self._alone)
+        load(self.job.state.tree(), storage_reader=reader, no_dist=self._alone)
 
     def _url(self, step: int) -> str:
         return f"{self._root}/{step}/"
@@ -73,7 +73,7 @@ class S3TorchConnector(System):
     package = "s3torchconnector"
 
     def missing(self) -> str | None:
-        return absent("s3torchconnector")
+        return absent("s3torchconnector", "tenacity")
 
     def open(self, job: Job) -> Session:
         return S3Session(job)

@@ -17,8 +17,15 @@ class TorchCheckpointingSession(Session):
     def __init__(self, job: Job, *, beside: bool) -> None:
         super().__init__(job)
         from torch_checkpointing import CheckpointManager
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-        self._manager = CheckpointManager(CheckpointManager.Config(save=_config(beside)))
+        files = LocalFileSystemStorageConfig(use_direct_io=False)
+        self._manager = CheckpointManager(
+            CheckpointManager.Config(save=_config(beside), storage_config=files)
+        )
+        if beside:
+            self._manager.prewarm_staging(job.state.tree())
+            self._manager._saver._checkpoint_process.wait_for_init()
 
     def save(self, step: int) -> Pending:
         future = self._manager.save(str(self.path(step)), self.job.state.tree())
@@ -30,6 +37,9 @@ class TorchCheckpointingSession(Session):
 
     def load(self, step: int) -> None:
         self._manager.load(str(self.path(step)), into=self.job.state.tree(), strict=True)
+
+    def notes(self) -> list[str]:
+        return ["use_direct_io=False: its O_DIRECT writes are not aligned, and fail here (EINVAL)"]
 
     def close(self) -> None:
         self._manager.close()
