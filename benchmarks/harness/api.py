@@ -68,7 +68,8 @@ class Job:
 
     - ``"every_step"``: true where :meth:`Session.snapshot` will be called after every step of a training loop;
     - ``"nodes"``: 2 where a copy in another (simulated) node's memory is asked for;
-    - ``"url"``: the s3:// root to use instead of ``directory``.
+    - ``"url"``: the s3:// root to use instead of ``directory``;
+    - ``"loads_only"``: true where others have saved, and only :meth:`Session.load` is called.
     """
 
     directory: Path

@@ -27,6 +27,30 @@ def measure_floors(
     return {name: samples.seconds for name, samples in found.items() if name.partition(":")[0] in wanted}
 
 
+def send_over_gloo(nbytes: int, rank: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds of "gloo": ``nbytes`` from rank 0 to rank 1, until both know that they are there."""
+    import torch
+    import torch.distributed as dist
+
+    room = torch.zeros(max(1, nbytes), dtype=torch.uint8)
+    sends = Samples()
+
+    def send() -> None:
+        if rank == 0:
+            dist.send(room, 1)
+        elif rank == 1:
+            dist.recv(room, 0)
+        dist.barrier()
+
+    for turn in range(1 + repeats):
+        dist.barrier()
+        if turn == 0:
+            send()  # connects
+        else:
+            sends.time(send)
+    return {"gloo": sends.seconds}
+
+
 def _copies(state: State, found: dict[str, Samples], repeats: int) -> None:
     floor = CopyFloor([local(tensor) for tensor in state.tensors().values()])
     ways = {
@@ -62,4 +86,4 @@ def _disk(nbytes: int, found: dict[str, Samples], directory: Path, repeats: int)
                     path.unlink()
 
 
-__all__ = ["measure_floors"]
+__all__ = ["measure_floors", "send_over_gloo"]

@@ -44,8 +44,10 @@ class EverstepSession(Session):
         self._begun = NEVER
         """Step, time of the call, and seconds until its return, of the last save."""
         self._recovered: list[dict[str, Any]] = []
-        self._ckpt: everstep.Checkpointer | None = self._opened()
-        self._ckpt.load(self.trained)
+        self._ckpt: everstep.Checkpointer | None = None
+        if not job.options.get("loads_only"):
+            self._ckpt = self._opened()
+            self._ckpt.load(self.trained)
 
     def _opened(self) -> everstep.Checkpointer:
         import everstep

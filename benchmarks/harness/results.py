@@ -45,10 +45,12 @@ WORKS: dict[str, Work] = {
     "peer_recovery": Work("load from another node's memory", "gloo"),
     "replicate": Work("from the call's return to protected by another node's memory", "gloo"),
     "disk_recovery": Work("load from disk after the death of the process", "read"),
+    "load_at_2": Work("cold load by 2 ranks", "read"),
+    "load_at_8": Work("cold load by 8 ranks", "read"),
     "loop": Work("a training loop with a snapshot every step", None),
     "loop_alone": Work("the same loop without", None),
 }
-"""Known works; a workload may have further ones (``reshard_2``)."""
+"""Known works; a workload may have further ones (``load_at_3``)."""
 
 FLOORS: dict[str, str] = {
     "copy": "a multi-threaded copy into memory that was touched before",
