@@ -24,7 +24,12 @@ def measure_floors(
         _copies(state, found, repeats)
     if {"write", "read"} & set(wanted):
         _disk(state.nbytes, found, directory, repeats)
-    return {name: samples.seconds for name, samples in found.items() if name.partition(":")[0] in wanted}
+    times = {name: samples.seconds for name, samples in found.items()}
+    if {"s3_put", "s3_get"} & set(wanted):
+        from .stores import measure_store
+
+        times |= measure_store(state.nbytes, directory, repeats)
+    return {name: seconds for name, seconds in times.items() if name.partition(":")[0] in wanted}
 
 
 def send_over_gloo(nbytes: int, rank: int, repeats: int) -> dict[str, list[float]]:

@@ -85,7 +85,7 @@ class Run:
     def _select(self, workload: Workload) -> Iterator[tuple[str, str | None]]:
         """Each system, and why it does not take part (None: it does)."""
         for name, system in self._systems.items():
-            why = self._missing[name] or workload.why_not(system.works)
+            why = workload.missing() or self._missing[name] or workload.why_not(system.works)
             if why is None and not (self.options.named or self._by_default(workload, system)):
                 why = f"only by --system {name}: it takes long, or others outdo it"
             yield name, why
@@ -240,6 +240,7 @@ class _Rounds:
                 work: results.samples(seconds, size if moves(work) else None)
                 for work, seconds in works.items()
             },
+            "numbers": {} if taken.wrong else last["numbers"],
             "memory": None if taken.wrong else taken.memory,  # type: ignore[typeddict-item]
             "checked": taken.wrong or last["checked"],
             "wrong": bool(taken.wrong),

@@ -50,6 +50,8 @@ class Workload:
     """How often each byte is there, all ranks together: what is to be saved is that much less."""
     loaders: tuple[int, ...] = ()
     """Numbers of ranks by which what was saved is loaded afterwards, in launches of their own."""
+    missing: Callable[[], str | None] = lambda: None
+    """Why it cannot run here, None if it can."""
     options: dict[str, object] = field(default_factory=dict)
     """Of the :class:`~.api.Job`."""
 
@@ -120,6 +122,30 @@ def _reshard(bench: Bench) -> None:
     from .resharding import reshard
 
     reshard(bench)
+
+
+def _trained(nbytes: int, rank: int, world: int) -> State:
+    from .deltas import TrainedState
+
+    return TrainedState(nbytes)
+
+
+def _save_deltas(bench: Bench) -> None:
+    from .deltas import save_deltas
+
+    save_deltas(bench)
+
+
+def _put_and_get(bench: Bench) -> None:
+    from .stores import put_and_get
+
+    put_and_get(bench)
+
+
+def _no_store() -> str | None:
+    from .stores import missing
+
+    return missing()
 
 
 def _loop(nbytes: int, rank: int, world: int) -> State:
@@ -217,6 +243,29 @@ ALL: tuple[Workload, ...] = (
         default_mib=1024,
         rounds=1,
         floors=("copy", "read"),
+    ),
+    Workload(
+        "delta",
+        "a GPT in training: what changed in 10 steps, saved beside fulls",
+        _trained,
+        run=_save_deltas,
+        works=frozenset({"delta"}),
+        default_mib=48,
+        rounds=1,
+        floors=("write", "read"),
+        options={"deltas": True},
+    ),
+    Workload(
+        "s3",
+        "saves into, and loads from, an S3 server on this machine",
+        _gpt,
+        run=_put_and_get,
+        works=frozenset({"s3"}),
+        default_mib=256,
+        repeats=2,
+        rounds=1,
+        floors=("s3_put", "s3_get"),
+        missing=_no_store,
     ),
 )
 

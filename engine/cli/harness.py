@@ -286,6 +286,8 @@ def _workload_text(name: str, workload: WorkloadDict) -> str:
             below = workload["floors"].get(floor or "")
             times = ratio(samples["median_s"], below["median_s"]) if below else None
             rows.append((system, work, *_times(samples), f"{times:.2f}" if times else "", floor or ""))
+        for number, value in one.get("numbers", {}).items():
+            rows.append((system, number, "", "", "", f"{value:.3f}", ""))
         if one["memory"]:
             rows.append((system, "memory", *_memory(one["memory"]), "", "beyond one copy; raw"))
     headers = ("system", "work", "median", "least", "greatest", "times", "of")

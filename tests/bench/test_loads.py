@@ -93,3 +93,52 @@ def test_what_went_wrong_at_other_ranks_is_told() -> None:
     wrong = joined(saved, processes.Outcome({"works": {}, "wrong": "other bytes"}), 8).result
     assert wrong is not None and wrong["wrong"] == "other bytes"
     assert joined(saved, processes.Outcome(None, "exit code 3"), 8).problem == "failed: at 8 ranks: exit code 3"
+
+
+def test_deltas(tmp_path: Path) -> None:
+    found = measure("delta", EVERSTEP, tmp_path / "work", 4)
+    times = {"full_durable", "delta_durable"}
+    assert set(found["works"]) == {"open", *times, *(f"first_{work}" for work in times), "delta_load"}
+    assert abs(found["size_bytes"] / (4 * MIB) - 1) < 0.2 and "bit for bit" in found["checked"]
+    share = found["numbers"]["delta_bytes_over_full"]
+    assert 0.05 < share < 0.95 and any(f"{share:.3f} of a full" in note for note in found["notes"])
+
+
+def test_others_save_no_deltas() -> None:
+    specs = {"everstep": EVERSTEP, "dcp": DCP}
+    taking = Run(Options(workloads.chosen(["delta"]), specs, True)).taking(workloads.chosen(["delta"])[0])
+    assert taking == {"everstep": None, "dcp": "it can do none of: delta"}
+
+
+def test_back_from_the_slot_beside_the_tensors(tmp_path: Path) -> None:
+    """On the CPU as on a GPU."""
+    from everstep.benchmarks.harness.measuring import Bench
+    from everstep.benchmarks.harness.recovery import from_device
+    from everstep.benchmarks.harness.states import gpt
+    from everstep.benchmarks.harness.systems import load
+
+    bench = Bench(load(EVERSTEP), gpt(4 * MIB), tmp_path, repeats=1)
+    from_device(bench, "cpu")
+    assert set(bench.found.works) == {"first_device_recovery", "device_recovery"}
+    assert len(bench.found.floors["device_copy"]) == 1
+
+
+def test_in_a_store(tmp_path: Path) -> None:
+    found = measure("s3", EVERSTEP, tmp_path / "work", 4)
+    assert set(found["works"]) == {"open", "first_s3_save", "s3_save", "s3_load"}
+    assert "bit for bit" in found["checked"] and "posix_fadvise" in found["cold_by"]
+    assert [one["phase"] for one in found["timelines"]["save"]] == ["snapshot", "flush", "commit"]
+
+
+def test_floors_of_a_store(tmp_path: Path) -> None:
+    floors = measure("s3", worker.FLOOR, tmp_path / "work", 4)["floors"]
+    assert {"s3_put:boto3", "s3_get:boto3", "s3_put:s3fs_memory"} <= set(floors)
+    assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in floors.values())
+
+
+def test_without_a_server_nothing_is_put(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("everstep.benchmarks.harness.stores.SERVER", ("no-such-server",))
+    report = Run(Options(workloads.chosen(["s3"]), {"everstep": EVERSTEP}, False, 4, tmp_path)).run(print)
+    assert report["workloads"]["s3"]["left_out"] == {
+        "everstep": "there is no S3 server here: pip install no-such-server"
+    }
