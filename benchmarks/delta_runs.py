@@ -290,4 +290,12 @@ class Slowdown:
             os.sched_setaffinity(int(task), {self._cores[min(ENGINE_CORE, len(self._cores) - 1)]})
 
 
-__all__ = ["Slowdown", "measure_restore", "nbytes_of", "read_pair", "stored_bytes", "tensors_of", "write_pair"]
+__all__ = [
+    "Slowdown",
+    "measure_restore",
+    "nbytes_of",
+    "read_pair",
+    "stored_bytes",
+    "tensors_of",
+    "write_pair",
+]

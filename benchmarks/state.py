@@ -74,7 +74,10 @@ def scramble(tensors: Sequence[Tensor]) -> None:
 
 def hashes(tensors: Sequence[Tensor]) -> list[str]:
     """xxh3-128 of each tensor's bytes."""
-    return [xxhash.xxh3_128_hexdigest(t.detach().reshape(-1).view(torch.uint8).cpu().numpy().data) for t in tensors]
+    return [
+        xxhash.xxh3_128_hexdigest(t.detach().reshape(-1).view(torch.uint8).cpu().numpy().data)
+        for t in tensors
+    ]
 
 
 def require_equal(found: list[str], expected: list[str], what: str) -> None:

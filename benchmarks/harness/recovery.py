@@ -7,6 +7,7 @@ from contextlib import closing
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from ..common import Samples
 from ..state import require_equal
@@ -53,19 +54,8 @@ def recover(bench: Bench) -> None:
 
 def from_device(bench: Bench, device: str) -> None:
     """``device_recovery``: a rollback of as many bytes on ``device``, beside a copy of them there."""
-    copy, state = Samples(), _on_device(bench.state.nbytes, device)
-    tensors = list(state.tensors().values())
-    rooms = [torch.empty_like(tensor) for tensor in tensors]
-
-    def plain_copy() -> None:
-        torch._foreach_copy_(rooms, tensors)
-        _finish(device)
-
-    plain_copy()
-    for _ in range(bench.repeats):
-        copy.time(plain_copy)
-    del rooms
-    bench.found.floors["device_copy"] = copy.seconds
+    state = _on_device(bench.state.nbytes, device)
+    bench.found.floors["device_copy"] = _copies(list(state.tensors().values()), bench.repeats, device)
     directory = bench.directory / "device"
     directory.mkdir()
     with closing(bench.system.open(Job(directory, state, options={"device_slot": True}))) as session:
@@ -73,12 +63,32 @@ def from_device(bench: Bench, device: str) -> None:
             state.change()
             session.save(step).wait()
         expected = state.hashes()
+
+        def roll_back() -> None:
+            session.rollback()
+            _finish(device)
+
         for number in range(1, 2 + bench.repeats):
             state.scramble()
             _finish(device)
-            took = bench.timed(lambda: (session.rollback(), _finish(device)))
+            took = bench.timed(roll_back)
             require_equal(state.hashes(), expected, f"rollback {number}")
             bench.found.add("device_recovery" if number > 1 else "first_device_recovery", took)
+
+
+def _copies(tensors: list[Tensor], repeats: int, device: str) -> list[float]:
+    """Seconds of copies into memory of the same device."""
+    rooms = [torch.empty_like(tensor) for tensor in tensors]
+    copy = Samples()
+
+    def work() -> None:
+        torch._foreach_copy_(rooms, tensors)
+        _finish(device)
+
+    work()
+    for _ in range(repeats):
+        copy.time(work)
+    return copy.seconds
 
 
 def _on_device(nbytes: int, device: str) -> ModelState:

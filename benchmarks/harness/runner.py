@@ -255,7 +255,7 @@ def joined(saved: Mapping[str, Any], loaded: Outcome, ranks: int) -> Outcome:
     if loaded.result is None:
         return Outcome(None, f"failed: at {ranks} ranks: {loaded.problem}")
     late = loaded.result
-    parts = {name: late[name] for name in ("wrong", "checked", "cold_by") if name in late}
+    parts: dict[str, Any] = {name: late[name] for name in ("wrong", "checked", "cold_by") if name in late}
     return Outcome({**saved, **parts, "works": {**saved["works"], **late["works"]}})
 
 

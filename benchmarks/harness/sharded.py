@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 import torch
-from everstep.demo.model import VOCABULARY, GPT
+from everstep.demo.model import GPT, VOCABULARY
 from torch import nn
 
 from ..state import StillAdam

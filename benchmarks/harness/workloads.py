@@ -187,9 +187,13 @@ ALL: tuple[Workload, ...] = (
         by_default=("everstep", "torch", "safetensors", "dcp"),
     ),
     Workload("huge", "one tensor", _huge),
-    Workload("moe", "a mixture of experts from large to tiny, in bf16, masters in fp32 and Adam's state", _moe),
+    Workload(
+        "moe", "a mixture of experts from large to tiny, in bf16, masters in fp32 and Adam's state", _moe
+    ),
     Workload("llama-8b", "the shapes of Llama 3.1 8B made smaller, bf16, masters and Adam", _llama(LLAMA_8B)),
-    Workload("llama-70b", "the shapes of Llama 3.1 70B made smaller, bf16, masters and Adam", _llama(LLAMA_70B)),
+    Workload(
+        "llama-70b", "the shapes of Llama 3.1 70B made smaller, bf16, masters and Adam", _llama(LLAMA_70B)
+    ),
     Workload(
         "llama-405b", "the shapes of Llama 3.1 405B made smaller, bf16, masters and Adam", _llama(LLAMA_405B)
     ),

@@ -86,13 +86,17 @@ def test_saved_by_two_and_loaded_by_three(tmp_path: Path) -> None:
 
 def test_what_went_wrong_at_other_ranks_is_told() -> None:
     saved = {"works": {"open": [1.0]}, "checked": "", "version": "1"}
-    right = processes.Outcome({"works": {"load_at_2": [2.0]}, "checked": "equal", "cold_by": "a", "version": ""})
+    right = processes.Outcome(
+        {"works": {"load_at_2": [2.0]}, "checked": "equal", "cold_by": "a", "version": ""}
+    )
     both = joined(saved, right, 2).result
     assert both is not None and both["works"] == {"open": [1.0], "load_at_2": [2.0]}
     assert (both["checked"], both["cold_by"], both["version"]) == ("equal", "a", "1")
     wrong = joined(saved, processes.Outcome({"works": {}, "wrong": "other bytes"}), 8).result
     assert wrong is not None and wrong["wrong"] == "other bytes"
-    assert joined(saved, processes.Outcome(None, "exit code 3"), 8).problem == "failed: at 8 ranks: exit code 3"
+    assert (
+        joined(saved, processes.Outcome(None, "exit code 3"), 8).problem == "failed: at 8 ranks: exit code 3"
+    )
 
 
 def test_deltas(tmp_path: Path) -> None:
