@@ -336,7 +336,7 @@ class Replicating(Pair):
         dist.barrier()
         before = time.process_time(), cpu_seconds(agent)
         self.step += 1
-        ckpt.step(self.step, self.trained)
+        self.sampled("snapshot").time(ckpt.step, self.step, self.trained)
         self.cpu["trainer_cpu_s"] += time.process_time() - before[0]
         self.sampled("replication").time(self._await_protection, self.step)
         dist.barrier()

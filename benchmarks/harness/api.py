@@ -212,11 +212,10 @@ class System(ABC):
         except metadata.PackageNotFoundError:
             return ""
 
-    def from_peer(
-        self, nbytes: int, repeats: int, directory: Path
-    ) -> dict[str, dict[str, list[float]]] | None:
+    def from_peer(self, nbytes: int, repeats: int, directory: Path) -> dict[str, dict[str, Any]] | None:
         """How long it takes to get ``nbytes`` back from another node's memory, between processes that this starts and
-        ends itself: ``{"works": {"peer_recovery": seconds, ...}, "floors": {"gloo": seconds}}``. None: it cannot."""
+        ends itself: ``{"works": {"peer_recovery": seconds}, "floors": {"gloo": seconds}, "timelines": ...}``; None: it
+        cannot."""
         return None
 
     def clean(self, directory: Path) -> None:  # noqa: B027

@@ -229,13 +229,18 @@ class Everstep(System):
     def open(self, job: Job) -> Session:
         return EverstepSession(job)
 
-    def from_peer(
-        self, nbytes: int, repeats: int, directory: Path
-    ) -> dict[str, dict[str, list[float]]] | None:
+    def from_peer(self, nbytes: int, repeats: int, directory: Path) -> dict[str, dict[str, Any]] | None:
+        from ..common import Samples
         from ..memory_tier import replicate_and_recover
 
         sent, back = replicate_and_recover(nbytes, repeats, directory)
+        taken, there = (Samples(sent.seconds[name]).median for name in ("snapshot", "replication"))
+        line = [
+            {"phase": "snapshot", "begin_s": 0.0, "end_s": taken},
+            {"phase": "replicate", "begin_s": taken, "end_s": taken + there},
+        ]
         return {
+            "timelines": {"save": line},
             "works": {"replicate": sent.seconds["replication"], "peer_recovery": back.seconds["peer_call"]},
             "floors": {"gloo": sent.seconds["gloo"]},
         }

@@ -44,11 +44,11 @@ def recover(bench: Bench) -> None:
     if bench.can("rollback") and torch.cuda.is_available():
         from_device(bench, "cuda")
     if bench.rank == 0:
-        between = bench.system.from_peer(bench.state.nbytes, bench.repeats, bench.directory)
-        for work, seconds in (between or {}).get("works", {}).items():
-            found.works.setdefault(work, []).extend(seconds)
-        for floor, seconds in (between or {}).get("floors", {}).items():
-            found.floors.setdefault(floor, []).extend(seconds)
+        between = bench.system.from_peer(bench.state.nbytes, bench.repeats, bench.directory) or {}
+        for kept, kind in ((found.works, "works"), (found.floors, "floors")):
+            for name, seconds in between.get(kind, {}).items():
+                kept.setdefault(name, []).extend(seconds)
+        found.timelines |= between.get("timelines", {})
     found.checked = EQUAL
 
 

@@ -71,6 +71,8 @@ class Run:
         self.options = options
         self._systems = {name: systems.load(spec) for name, spec in options.systems.items()}
         self._missing = {name: system.missing() for name, system in self._systems.items()}
+        self.failed: list[tuple[str, str]] = []
+        """Workload and system where a worker crashed, hung or raised, or other bytes came back."""
         self._taking = {workload.name: dict(self._select(workload)) for workload in options.workloads}
 
     @property
@@ -96,6 +98,7 @@ class Run:
 
     def run(self, tell: Step) -> ReportDict:
         """Measure. ``tell`` is called before each worker."""
+        load = os.getloadavg()[0]
         begun, started = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
         options = self.options
         with workspace(options.directory) as work:
@@ -109,7 +112,12 @@ class Run:
                 "format": results.FORMAT,
                 "begun": begun.isoformat(timespec="seconds"),
                 "took_s": time.monotonic() - started,
-                "machine": {**machine(work), **hardware(work), "versions": self._versions()},
+                "machine": {
+                    **machine(work),
+                    **hardware(work),
+                    "load_before": load,
+                    "versions": self._versions(),
+                },
                 "options": {
                     "size_mib": options.size_mib,
                     "repeats": options.repeats,
@@ -173,6 +181,7 @@ class _Rounds:
         outcome = self._launch(name, self._run.options.systems[name], turn, ranks=self._workload.ranks)
         result = outcome.result
         if result is None:
+            self._run.failed.append((self._workload.name, name))
             self._left_out[name] = outcome.problem
             self._taken.pop(name, None)
             return
@@ -181,6 +190,7 @@ class _Rounds:
         taken.memory = result["memory"] or taken.memory
         taken.wrong = result.get("wrong", "")
         if taken.wrong:
+            self._run.failed.append((self._workload.name, name))
             return
         for work, seconds in result["works"].items():
             taken.works.setdefault(work, []).extend(seconds)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .measuring import Bench
 
 Build = Callable[[int, int, int], "State"]
-"""State of about so many bytes, all ranks together, for (rank, world)."""
+"""State of about so many bytes, all ranks together, for (rank, world); (0, 1), without a group, for floors."""
 
 
 def save_and_load(bench: Bench) -> None:

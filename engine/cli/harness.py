@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +138,7 @@ def run(
             charts.require()  # before the measuring
         options = Options(wanted, chosen, bool(named), size, directory, repeats, rounds)
         job = Run(options)
+        signal.signal(signal.SIGTERM, _stop)
         with progress("bench", unit="worker", total=job.workers) as bar:
 
             def tell(what: str) -> None:
@@ -154,10 +157,15 @@ def run(
         if png_directory is not None:
             write_pngs(report, png_directory)
         answer.give({}, lambda: as_text(report))
-        problems = ours_failed(report)
+        problems = ours_failed(report, job.failed)
         for problem in problems:
             click.echo(f"error: {problem}", err=True)
         sys.exit(FAILED if problems else 0)
+
+
+def _stop(number: int, frame: object) -> None:
+    """Leave as after Ctrl-C: the worker that runs is ended, and what it wrote is removed."""
+    raise KeyboardInterrupt
 
 
 def _usage(error: Exception) -> Any:
@@ -165,16 +173,14 @@ def _usage(error: Exception) -> Any:
     sys.exit(USAGE)
 
 
-def ours_failed(report: ReportDict) -> list[str]:
-    """Where everstep was wrong or failed, one line each. What it has nothing to do with is no failure."""
+def ours_failed(report: ReportDict, failed: Iterable[tuple[str, str]]) -> list[str]:
+    """Where everstep was wrong or failed, one line each, of all workloads and systems that did."""
     found = []
-    for name, workload in report["workloads"].items():
-        for system, one in workload["systems"].items():
-            if one["wrong"] and system.startswith(OURS):
-                found.append(f"{name}, {system}: {one['checked']}")
-        for system, why in workload["left_out"].items():
-            if system.startswith(OURS) and why.startswith(("failed", "not done", "rank ")):
-                found.append(f"{name}, {system}: {why}")
+    for name, system in failed:
+        workload = report["workloads"][name]
+        if system.partition("-")[0] == OURS:
+            one = workload["systems"].get(system)
+            found.append(f"{name}, {system}: {one['checked'] if one else workload['left_out'][system]}")
     return found
 
 
@@ -268,7 +274,8 @@ def as_text(report: ReportDict) -> str:
             *(_workload_text(name, workload) for name, workload in report["workloads"].items()),
             *([table(("cell", "value", "aim", ""), aims, right=(1, 2))] if aims else []),
             f"{m['cores']} cores ({m['cpu']}), {human_bytes(m['memory_bytes'])}, Python {m['python']}, torch "
-            f"{m['torch']}, {m['file_system']} ({m['disk']}); {report['took_s']:.0f} s",
+            f"{m['torch']}, {m['file_system']} ({m['disk']}), load {m.get('load_before', 0):.1f} before; "
+            f"{report['took_s']:.0f} s",
         ]
     )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from everstep.benchmarks.harness.api import Job, State, System
+from everstep.benchmarks.harness.api import Job, Session, State, System
 from everstep.benchmarks.harness.processes import MARK, own_processes
 from everstep.benchmarks.harness.systems import load
 from everstep.benchmarks.state import StillAdam, hashes, scramble
@@ -26,21 +26,27 @@ BOOKKEEPER = b"multiprocessing.resource_tracker"
 """A process of Python's own, which ends with the one that it serves."""
 
 
+class Small(torch.nn.Module):
+    """fp32, bf16 and int64; a vector, matrices of odd sizes, single numbers."""
+
+    seen: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(257, 129))
+        self.narrow = torch.nn.Parameter(torch.randn(33, 5).bfloat16())
+        self.scale = torch.nn.Parameter(torch.randn(()))
+        self.register_buffer("seen", torch.arange(13))
+        self.register_buffer("count", torch.tensor(7))
+
+
 class SmallState:
-    """fp32, bf16 and int64; vectors, a matrix of odd size, single numbers; an optimizer's nested state with its groups.
-    Without a module: systems that ask for one are given the parameters as such."""
+    """A module and an optimizer's nested state with its groups."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)
-        self.module = torch.nn.ParameterDict(
-            {
-                "weight": torch.nn.Parameter(torch.randn(257, 129)),
-                "half": torch.nn.Parameter(torch.randn(33, 5).bfloat16()),
-                "scale": torch.nn.Parameter(torch.randn(())),
-            }
-        )
-        self.module.register_buffer("seen", torch.arange(13))
-        self.module.register_buffer("count", torch.tensor(7))
+        self.module = Small()
         self.optimizer = StillAdam(self.module.parameters())
         self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
@@ -80,8 +86,27 @@ def require(found: list[str], expected: list[str], state: State, what: str) -> N
 
 
 def run(system: System, directory: Path, url: str) -> None:
-    state = SmallState()
     before = set(os.listdir(SHARED_MEMORY))
+    state = SmallState()
+    session, expected = opened_and_saved(system, directory, url, state)
+    session.saved()
+    for number in (1, 2):
+        if {"load", "s3"} & system.works:
+            state.scramble()
+            session.load(SAVES)
+            require(state.hashes(), expected, state, f"load {number}")
+    assert all(isinstance(note, str) for note in session.notes())
+    session.forget(SAVES)
+    session.close()
+    if "recover" in system.works:
+        recover(system, directory / "again", state)
+    nothing_left(before)
+
+
+def opened_and_saved(
+    system: System, directory: Path, url: str, state: SmallState
+) -> tuple[Session, list[str]]:
+    """A session that has saved steps 1 to SAVES, the last one of them left; and the state's hashes as it was then."""
     session = system.open(Job(directory, state, options={"url": url} if url else {}))
     expected: list[str] = []
     for step in range(1, 1 + SAVES):
@@ -94,26 +119,19 @@ def run(system: System, directory: Path, url: str) -> None:
         pending.wait()
         if step > 1:
             session.forget(step - 1)
-    session.saved()
-    for number in (1, 2):
-        if {"load", "s3"} & system.works:
-            state.scramble()
-            session.load(SAVES)
-            require(state.hashes(), expected, state, f"load {number}")
-    if "recover" in system.works:
-        recover(system, session, state, expected)
-    assert isinstance(session.notes(), list)
-    session.forget(SAVES)
-    session.close()
-    nothing_left(before)
+    return session, expected
 
 
-def recover(system: System, session: Any, state: SmallState, expected: list[str]) -> None:
+def recover(system: System, directory: Path, state: SmallState) -> None:
+    """In a second session of the process."""
+    directory.mkdir()
+    session, expected = opened_and_saved(system, directory, "", state)
     for tier in system.tiers:
         session.lose(tier)
         state.scramble()
         session.recover(tier)
         require(state.hashes(), expected, state, f"recovery from {tier}")
+    session.close()
 
 
 def nothing_left(before: set[str]) -> None:
