@@ -22,6 +22,8 @@ from torch import Tensor
 
 SAVES = 3
 SHARED_MEMORY = Path("/dev/shm")
+EVEN = ("torchsnapshot", "torchsnapshot-async")
+"""torchsnapshot 0.1.0 fails at bf16 tensors with an odd number of elements: it takes whole words of four bytes only."""
 BOOKKEEPER = b"multiprocessing.resource_tracker"
 """A process of Python's own, which ends with the one that it serves."""
 
@@ -32,10 +34,10 @@ class Small(torch.nn.Module):
     seen: Tensor
     count: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, odd: bool) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(257, 129))
-        self.narrow = torch.nn.Parameter(torch.randn(33, 5).bfloat16())
+        self.narrow = torch.nn.Parameter(torch.randn(33, 5 if odd else 6).bfloat16())
         self.scale = torch.nn.Parameter(torch.randn(()))
         self.register_buffer("seen", torch.arange(13))
         self.register_buffer("count", torch.tensor(7))
@@ -44,9 +46,9 @@ class Small(torch.nn.Module):
 class SmallState:
     """A module and an optimizer's nested state with its groups."""
 
-    def __init__(self) -> None:
+    def __init__(self, odd: bool) -> None:
         torch.manual_seed(1)
-        self.module = Small()
+        self.module = Small(odd)
         self.optimizer = StillAdam(self.module.parameters())
         self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
@@ -87,7 +89,7 @@ def require(found: list[str], expected: list[str], state: State, what: str) -> N
 
 def run(system: System, directory: Path, url: str) -> None:
     before = set(os.listdir(SHARED_MEMORY))
-    state = SmallState()
+    state = SmallState(odd=system.name not in EVEN)
     session, expected = opened_and_saved(system, directory, url, state)
     session.saved()
     for number in (1, 2):

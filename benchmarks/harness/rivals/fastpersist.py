@@ -27,17 +27,20 @@ HEADER = Path("/usr/include/libaio.h")
 BUILD = "python -m everstep.benchmarks.harness.rivals.fastpersist"
 
 
-OPERATIONS = ("async_io", "utils")
+OPERATIONS = ("pin_memory", "async_io", "utils")
 
 
 def built() -> bool:
-    """Whether the writer is compiled already (for any torch of this Python)."""
+    """Whether the writer is compiled already (for any torch of this Python). One with a lock is on its way, or its
+    compiler was killed: torch would wait for that for ever."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache/torch_extensions"))
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
-    return all(
-        any(root.glob(f"{python}_*/{name}/{name}.so")) or (root / f"{name}/{name}.so").exists()
-        for name in OPERATIONS
-    )
+    places = [*root.glob(f"{python}_*"), root]
+    return any(all(_whole(place / name, name) for name in OPERATIONS) for place in places)
+
+
+def _whole(place: Path, name: str) -> bool:
+    return (place / f"{name}.so").exists() and not (place / "lock").exists()
 
 
 def unable() -> str | None:
@@ -52,9 +55,9 @@ def unable() -> str | None:
 
 
 def _path_to_ninja() -> None:
-    """torch looks for it in PATH, where a virtual environment that is not activated is not."""
+    """torch takes the first ninja in PATH. It must always be the same one: another's log makes it compile anew."""
     here = os.path.dirname(sys.executable)
-    if shutil.which("ninja") is None and os.path.exists(os.path.join(here, "ninja")):
+    if os.path.exists(os.path.join(here, "ninja")):
         os.environ["PATH"] = os.pathsep.join((here, os.environ.get("PATH", os.defpath)))
 
 
@@ -118,7 +121,11 @@ class DeepSpeedFast(System):
     package = "deepspeed"
 
     def missing(self) -> str | None:
-        return unable() or (None if built() else f"its writer is not compiled yet (minutes): {BUILD}")
+        return unable() or (
+            None
+            if built()
+            else f"its writer is not compiled (minutes; remove a lock that a killed compiler left): {BUILD}"
+        )
 
     def open(self, job: Job) -> Session:
         return FastPersistSession(job)

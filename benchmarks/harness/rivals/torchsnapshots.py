@@ -1,4 +1,6 @@
-"""torchsnapshot: ``Snapshot.take`` and ``async_take``. Nothing is synced."""
+"""torchsnapshot: ``Snapshot.take`` and ``async_take``. Nothing is synced.
+Version 0.1.0 fails at bf16 tensors with an odd number of elements.
+"""
 
 from __future__ import annotations
 
