@@ -108,6 +108,13 @@ def test_deltas(tmp_path: Path) -> None:
     assert 0.05 < share < 0.95 and any(f"{share:.3f} of a full" in note for note in found["notes"])
 
 
+def test_other_bytes_do_not_count(tmp_path: Path) -> None:
+    found = measure("delta", "adapters:WrongDeltas", tmp_path / "deltas", 1)
+    assert found["wrong"].startswith("load 1 of a delta: 1 of ")
+    found = measure("s3", "adapters:WrongStore", tmp_path / "store", 1)
+    assert found["wrong"].startswith("load 1 from the store: 1 of ")
+
+
 def test_others_save_no_deltas() -> None:
     specs = {"everstep": EVERSTEP, "dcp": DCP}
     taking = Run(Options(workloads.chosen(["delta"]), specs, True)).taking(workloads.chosen(["delta"])[0])
