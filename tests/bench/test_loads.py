@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from everstep.benchmarks.harness import processes, worker, workloads
+from everstep.benchmarks.harness.ours import KEY_FILE
 from everstep.benchmarks.harness.runner import Options, Run, joined
 
 MIB = 1 << 20
@@ -144,6 +146,8 @@ def test_in_a_store(tmp_path: Path) -> None:
     assert set(found["works"]) == {"open", "first_s3_save", "s3_save", "s3_load"}
     assert "bit for bit" in found["checked"] and "posix_fadvise" in found["cold_by"]
     assert [one["phase"] for one in found["timelines"]["save"]] == ["snapshot", "flush", "commit"]
+    key = (tmp_path / "work" / KEY_FILE).read_text()
+    assert not Path(f"/dev/shm/everstep-{os.getuid()}", key).exists()
 
 
 def test_floors_of_a_store(tmp_path: Path) -> None:
