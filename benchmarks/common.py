@@ -8,7 +8,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,10 +119,15 @@ def end_agent(pid: int | None) -> None:
         agent.wait_dead(AGENT_DEATH_S)
 
 
-def end_run(root: Path, agent_pid: int | None) -> None:
+def end_run(root: Path | str, agent_pid: int | None) -> None:
     """End the agent of a run that is over and give the run's memory back."""
     end_agent(agent_pid)
-    arenas = arena_dir(Path("/dev/shm"), locate(root).run_key)
+    free_memory(locate(root).run_key)
+
+
+def free_memory(run_key: str) -> None:
+    """Remove the arenas of a run whose processes are gone."""
+    arenas = arena_dir(Path("/dev/shm"), run_key)
     clean(arenas, keep=lambda info: False)
     with suppress(OSError):
         arenas.rmdir()
@@ -135,19 +140,21 @@ def workspace(directory: Path | None) -> Iterator[Path]:
     with (
         tempfile.TemporaryDirectory(prefix="everstep-bench-", dir=directory or Path.cwd()) as name,
         tempfile.TemporaryDirectory(prefix="everstep-bench-", dir="/var/tmp") as runtime,
-        _environment("EVERSTEP_RUNTIME_DIR", runtime),
+        environment({"EVERSTEP_RUNTIME_DIR": runtime}),
     ):
         yield Path(name)
 
 
 @contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """These variables while the block runs, then what was there before."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -157,7 +157,7 @@ def measure_restore(
     write_pair(root, *pair)
     live = pair[1]
     files = sorted(path for path in (root / "checkpoints").rglob("*") if path.is_file())
-    stored = {step: _stored_bytes(root, step) for step in (BASE, NEW)}
+    stored = {step: stored_bytes(root, step) for step in (BASE, NEW)}
     samples = {BASE: Samples(), NEW: Samples()}
     cold_by = ""
 
@@ -187,7 +187,7 @@ def measure_restore(
     }
 
 
-def _stored_bytes(root: Path, step: int) -> int:
+def stored_bytes(root: Path, step: int) -> int:
     """Of the objects of the step's images."""
 
     async def read(backend: LocalBackend, chunk_bytes: int) -> int:
@@ -290,4 +290,12 @@ class Slowdown:
             os.sched_setaffinity(int(task), {self._cores[min(ENGINE_CORE, len(self._cores) - 1)]})
 
 
-__all__ = ["Slowdown", "measure_restore", "nbytes_of", "read_pair", "tensors_of", "write_pair"]
+__all__ = [
+    "Slowdown",
+    "measure_restore",
+    "nbytes_of",
+    "read_pair",
+    "stored_bytes",
+    "tensors_of",
+    "write_pair",
+]

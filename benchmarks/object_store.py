@@ -71,7 +71,7 @@ def run_s3(
         memory = stack.enter_context(_memory())
         tell("starting the server")
         server = stack.enter_context(_server(url, work, image_bytes * IMAGES * (repeats + 1)))
-        hashes = _make_images(memory / "source", image_bytes)
+        hashes = make_images(memory / "source", image_bytes)
         bench = _Bench(server, memory, image_bytes, hashes)
         stack.callback(bench.clear)
         bench.measure(repeats, tell)
@@ -126,7 +126,7 @@ def _server(url: str | None, work: Path, nbytes: int) -> Iterator[S3Server]:
         raise BadOption(str(error)) from None
 
 
-def _make_images(directory: Path, nbytes: int) -> list[str]:
+def make_images(directory: Path, nbytes: int) -> list[str]:
     """Files of random bytes; their hashes."""
     hashes = []
     for index in range(IMAGES):
@@ -354,4 +354,4 @@ class _Limited:
         return max(abs(rate / self.rate - 1) for rate in self.found[order].values())
 
 
-__all__ = ["run_s3"]
+__all__ = ["IMAGES", "make_images", "run_s3"]

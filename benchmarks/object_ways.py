@@ -151,7 +151,7 @@ class S3fsFiles:
     """s3fs, ``put`` and ``get`` of files."""
 
     def __init__(self, setup: Setup) -> None:
-        self._setup, self._fs = setup, _s3fs()
+        self._setup, self._fs = setup, s3fs_client()
 
     def put(self, number: int) -> None:
         self._fs.put(self._setup.sources(), self._paths(number))
@@ -179,7 +179,8 @@ class S3fsMemory(S3fsFiles):
         return [found] if isinstance(found, bytes) else [found[path] for path in paths]
 
 
-def _s3fs() -> Any:
+def s3fs_client() -> Any:
+    """s3fs as people have it, with paths instead of host names."""
     from s3fs import S3FileSystem
 
     return S3FileSystem(
@@ -193,16 +194,8 @@ class Boto3:
     """boto3's transfer manager with its default of ten threads, for all images together."""
 
     def __init__(self, setup: Setup) -> None:
-        import boto3
-        from boto3.s3.transfer import TransferConfig
-        from botocore.config import Config
-
         self._setup = setup
-        self._config = TransferConfig(use_threads=True)
-        self._client = boto3.client(
-            "s3",
-            config=Config(max_pool_connections=self._config.max_concurrency, s3={"addressing_style": "path"}),
-        )
+        self._client, self._config = boto3_client()
 
     def put(self, number: int) -> None:
         pairs = zip(self._setup.sources(), self._setup.keys(number), strict=True)
@@ -218,6 +211,17 @@ class Boto3:
         with create_transfer_manager(self._client, self._config) as manager:
             for transfer in begin(manager):
                 transfer.result()
+
+
+def boto3_client() -> tuple[Any, Any]:
+    """boto3's client, and what its transfers go by."""
+    import boto3
+    from boto3.s3.transfer import TransferConfig
+    from botocore.config import Config
+
+    transfers = TransferConfig(use_threads=True)
+    config = Config(max_pool_connections=transfers.max_concurrency, s3={"addressing_style": "path"})
+    return boto3.client("s3", config=config), transfers
 
 
 class S3TorchConnector:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .common import Mismatch
 
@@ -73,7 +74,10 @@ def scramble(tensors: Sequence[Tensor]) -> None:
 
 def hashes(tensors: Sequence[Tensor]) -> list[str]:
     """xxh3-128 of each tensor's bytes."""
-    return [xxhash.xxh3_128_hexdigest(t.detach().reshape(-1).view(torch.uint8).numpy().data) for t in tensors]
+    return [
+        xxhash.xxh3_128_hexdigest(t.detach().reshape(-1).view(torch.uint8).cpu().numpy().data)
+        for t in tensors
+    ]
 
 
 def require_equal(found: list[str], expected: list[str], what: str) -> None:
@@ -89,7 +93,11 @@ def random(shape: tuple[int, ...]) -> Tensor:
 
 
 def random_like(tensor: Tensor) -> Tensor:
-    return random(tuple(tensor.shape))
+    """fp32; of a DTensor another one that is cut up alike."""
+    like = torch.empty_like(tensor.detach(), dtype=torch.float32)
+    local: Tensor = like.to_local() if isinstance(like, DTensor) else like
+    local.uniform_()
+    return like
 
 
 def gpt_shapes(nbytes: int) -> list[tuple[str, tuple[int, ...]]]:

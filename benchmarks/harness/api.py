@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-WORKS = frozenset({"save", "async", "load", "ranks", "s3", "recover"})
+WORKS = frozenset({"save", "async", "load", "ranks", "s3", "recover", "delta", "rollback"})
 """What a system may say that it can do: save; go on writing when ``save`` has returned; load into existing tensors;
-both with several ranks (gloo, DTensors); with an s3:// root; come back from memory after its process has died."""
+both with several ranks (gloo, DTensors); with an s3:// root; come back from memory after its process has died; save
+what changed since a former step; go back to the newest snapshot in memory of the tensors' own devices."""
 
 
 class State(Protocol):
@@ -68,7 +69,10 @@ class Job:
 
     - ``"every_step"``: true where :meth:`Session.snapshot` will be called after every step of a training loop;
     - ``"nodes"``: 2 where a copy in another (simulated) node's memory is asked for;
-    - ``"url"``: the s3:// root to use instead of ``directory``.
+    - ``"url"``: the s3:// root to use instead of ``directory``;
+    - ``"loads_only"``: true where others have saved, and only :meth:`Session.load` is called;
+    - ``"deltas"``: true where :meth:`Session.save_delta` is called, in turn with ``save``;
+    - ``"device_slot"``: true where :meth:`Session.rollback` will be called.
     """
 
     directory: Path
@@ -115,6 +119,18 @@ class Session(ABC):
     @abstractmethod
     def load(self, step: int) -> None:
         """The values of ``step`` into the existing tensors of ``job.state``, ready to use: copied, not mapped."""
+
+    def save_delta(self, step: int) -> Pending:
+        """Save what changed since the step that was saved in full last (where the job has ``"deltas"``)."""
+        raise NotImplementedError(f"{type(self).__name__} saves no deltas")
+
+    def stored_bytes(self, step: int) -> int:
+        """How much was written for the tensors of ``step``."""
+        raise NotImplementedError(f"{type(self).__name__} does not tell what it has written")
+
+    def rollback(self) -> None:
+        """The newest snapshot back into the state, from the devices (where the job has ``"device_slot"``)."""
+        raise NotImplementedError(f"{type(self).__name__} has no snapshots on devices")
 
     def snapshot(self, step: int) -> None:
         """What is done after each step of a training loop. Default: a save, once the former one is written."""

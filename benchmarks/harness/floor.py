@@ -24,7 +24,36 @@ def measure_floors(
         _copies(state, found, repeats)
     if {"write", "read"} & set(wanted):
         _disk(state.nbytes, found, directory, repeats)
-    return {name: samples.seconds for name, samples in found.items() if name.partition(":")[0] in wanted}
+    times = {name: samples.seconds for name, samples in found.items()}
+    if {"s3_put", "s3_get"} & set(wanted):
+        from .stores import measure_store
+
+        times |= measure_store(state.nbytes, directory, repeats)
+    return {name: seconds for name, seconds in times.items() if name.partition(":")[0] in wanted}
+
+
+def send_over_gloo(nbytes: int, rank: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds of "gloo": ``nbytes`` from rank 0 to rank 1, until both know that they are there."""
+    import torch
+    import torch.distributed as dist
+
+    room = torch.zeros(max(1, nbytes), dtype=torch.uint8)
+    sends = Samples()
+
+    def send() -> None:
+        if rank == 0:
+            dist.send(room, 1)
+        elif rank == 1:
+            dist.recv(room, 0)
+        dist.barrier()
+
+    for turn in range(1 + repeats):
+        dist.barrier()
+        if turn == 0:
+            send()  # connects
+        else:
+            sends.time(send)
+    return {"gloo": sends.seconds}
 
 
 def _copies(state: State, found: dict[str, Samples], repeats: int) -> None:
@@ -62,4 +91,4 @@ def _disk(nbytes: int, found: dict[str, Samples], directory: Path, repeats: int)
                     path.unlink()
 
 
-__all__ = ["measure_floors"]
+__all__ = ["measure_floors", "send_over_gloo"]

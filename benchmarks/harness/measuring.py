@@ -33,10 +33,12 @@ EQUAL = "every load compared: equal, bit for bit"
 
 @dataclass
 class Found:
-    """What a worker gives back: seconds by work and by floor, and what else is told of a system."""
+    """What a worker gives back: seconds by work and by floor, ``numbers`` that are no times, and what else is told
+    of a system."""
 
     works: dict[str, list[float]] = field(default_factory=dict)
     floors: dict[str, list[float]] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
     memory: dict[str, int] | None = None
     timelines: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import everstep
 
 KEEP = 2
+KEY_FILE = "run-key"
+"""Of a run in a store: what names its memory, for who cleans up."""
 LINGER_S = 5.0
 QUIET_S = 60.0
 """Bound of the wait for rotation."""
@@ -44,21 +46,33 @@ class EverstepSession(Session):
         self._begun = NEVER
         """Step, time of the call, and seconds until its return, of the last save."""
         self._recovered: list[dict[str, Any]] = []
-        self._ckpt: everstep.Checkpointer | None = self._opened()
-        self._ckpt.load(self.trained)
+        self._ckpt: everstep.Checkpointer | None = None
+        if "url" in job.options and job.rank == 0:
+            self._note_key()
+        if not job.options.get("loads_only"):
+            self._ckpt = self._opened()
+            self._ckpt.load(self.trained)
+
+    def _note_key(self) -> None:
+        from everstep.places import locate
+
+        (self.job.directory / KEY_FILE).write_text(locate(self.root).run_key)
 
     def _opened(self) -> everstep.Checkpointer:
         import everstep
 
-        loop = bool(self.job.options.get("every_step"))
+        loop, deltas, device = (
+            bool(self.job.options.get(name)) for name in ("every_step", "deltas", "device_slot")
+        )
         policy = everstep.Policy(
             snapshot_every=1,
             full_every=FLUSH_EVERY if loop else 1 if self.overlap else None,
             on_slow="skip" if loop else "wait",
+            delta_every=1 if deltas else None,
             keep_last=KEEP,
             linger_s=LINGER_S,
         )
-        memory = everstep.Memory(copy="overlap" if self.overlap else "eager")
+        memory = everstep.Memory(copy="overlap" if self.overlap else "eager", device_slots=int(device))
         return everstep.Checkpointer(self.root, memory=memory, policy=policy)
 
     @property
@@ -75,6 +89,20 @@ class EverstepSession(Session):
         self._begun = (step, at, time.perf_counter() - begun)
         self._agent = self.ckpt.agent_pid
         return handle
+
+    def save_delta(self, step: int) -> Pending:
+        handle = self.ckpt.step(step, self.trained)
+        if handle is None:
+            raise RuntimeError(f"no delta was due at step {step}")
+        return handle
+
+    def stored_bytes(self, step: int) -> int:
+        from ..delta_runs import stored_bytes
+
+        return stored_bytes(Path(self.root), step)
+
+    def rollback(self) -> None:
+        self.ckpt.rollback(reason="measured")
 
     def snapshot(self, step: int) -> None:
         self._former = self.ckpt.step(step, self.trained) or self._former
@@ -106,8 +134,7 @@ class EverstepSession(Session):
             ckpt, self._ckpt = self._ckpt, None
             ckpt.close(flush=False)
         self._meet()
-        if "url" not in self.job.options:
-            end_agent(self._agent) if keep else end_run(Path(self.root), self._agent)
+        end_agent(self._agent) if keep else end_run(self.root, self._agent)
         self._agent = None
         self._meet()
 
@@ -192,7 +219,7 @@ class OverlapSession(EverstepSession):
 class Everstep(System):
     name = "everstep"
     meaning = "everstep, snapshots copied in the call"
-    works = frozenset({"save", "async", "load", "ranks", "s3", "recover"})
+    works = frozenset({"save", "async", "load", "ranks", "s3", "recover", "delta", "rollback"})
     syncs = True
     verifies = True
     slots = True
@@ -219,9 +246,12 @@ class Everstep(System):
         }
 
     def clean(self, directory: Path) -> None:
-        from ..common import end_run
+        from ..common import end_run, free_memory
 
-        for root in (directory / "run", directory / "memory" / "run"):
+        key = directory / KEY_FILE
+        if key.exists():
+            free_memory(key.read_text())
+        for root in (directory / part / "run" for part in ("", "memory", "device")):
             if root.exists():
                 end_run(root, None)
 

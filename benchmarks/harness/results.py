@@ -45,14 +45,24 @@ WORKS: dict[str, Work] = {
     "peer_recovery": Work("load from another node's memory", "gloo"),
     "replicate": Work("from the call's return to protected by another node's memory", "gloo"),
     "disk_recovery": Work("load from disk after the death of the process", "read"),
+    "load_at_2": Work("cold load by 2 ranks", "read"),
+    "load_at_8": Work("cold load by 8 ranks", "read"),
+    "device_recovery": Work("back to the newest snapshot in the devices' memory", "device_copy"),
+    "full_durable": Work("a full, from the call to written", "write"),
+    "delta_durable": Work("a delta, from the call to written", "write"),
+    "delta_load": Work("load of a delta and its base, page cache dropped", "read"),
+    "first_s3_save": Work("first save into a store, from the call to written", "s3_put"),
+    "s3_save": Work("save into a store, from the call to written", "s3_put"),
+    "s3_load": Work("load from a store into existing tensors", "s3_get"),
     "loop": Work("a training loop with a snapshot every step", None),
     "loop_alone": Work("the same loop without", None),
 }
-"""Known works; a workload may have further ones (``reshard_2``)."""
+"""Known works; a workload may have further ones (``load_at_3``)."""
 
 FLOORS: dict[str, str] = {
     "copy": "a multi-threaded copy into memory that was touched before",
     "copy_fresh": "the same into fresh memory",
+    "device_copy": "a copy within the devices' memory",
     "write": "a raw write and fsync",
     "read": "a raw cold read",
     "gloo": "a raw send over gloo",
@@ -93,6 +103,8 @@ class SystemDict(TypedDict):
     syncs: bool
     verifies: bool
     works: dict[str, SamplesDict]
+    numbers: dict[str, float]
+    """What is no time: ``delta_bytes_over_full``."""
     memory: MemoryDict | None
     checked: str
     """"equal, bit for bit", or what was wrong: then ``works`` is empty."""

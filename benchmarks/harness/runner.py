@@ -25,6 +25,8 @@ from .workloads import Workload
 
 LIMIT_S = 900.0
 """For one worker."""
+GLOO_RANKS = 2
+"""Between which as many bytes as the state has are sent."""
 PACKAGES = ("everstep", "torch", "numpy")
 
 
@@ -85,7 +87,7 @@ class Run:
     def _select(self, workload: Workload) -> Iterator[tuple[str, str | None]]:
         """Each system, and why it does not take part (None: it does)."""
         for name, system in self._systems.items():
-            why = self._missing[name] or workload.why_not(system.works)
+            why = workload.missing() or self._missing[name] or workload.why_not(system.works)
             if why is None and not (self.options.named or self._by_default(workload, system)):
                 why = f"only by --system {name}: it takes long, or others outdo it"
             yield name, why
@@ -164,10 +166,12 @@ class _Rounds:
         return self._report()
 
     def _floor(self, turn: int) -> None:
-        outcome = self._launch("floor", FLOOR, turn, ranks=1)
-        if outcome.result is None:
-            raise FloorFailed(f"{self._workload.name}: the floors cannot be measured: {outcome.problem}")
-        self._add_floors(outcome.result["floors"])
+        floors = set(self._workload.floors)
+        for ranks in [1] * bool(floors - {"gloo"}) + [GLOO_RANKS] * ("gloo" in floors):
+            outcome = self._launch("floor", FLOOR, turn, ranks=ranks)
+            if outcome.result is None:
+                raise FloorFailed(f"{self._workload.name}: the floors cannot be measured: {outcome.problem}")
+            self._add_floors(outcome.result["floors"])
 
     def _add_floors(self, floors: Mapping[str, list[float]]) -> None:
         for name, seconds in floors.items():
@@ -207,7 +211,13 @@ class _Rounds:
             "directory": str(directory),
         }
         try:
-            return launch(job, ranks, options.limit_s)
+            outcome = launch(job, ranks, options.limit_s)
+            for loaders in workload.loaders if spec != FLOOR else ():
+                if outcome.result is None or "wrong" in outcome.result:
+                    break
+                loaded = launch({**job, "memory": False, "loads_only": True}, loaders, options.limit_s)
+                outcome = joined(outcome.result, loaded, loaders)
+            return outcome
         finally:
             if spec != FLOOR:
                 self._run.system(name).clean(directory)
@@ -240,12 +250,23 @@ class _Rounds:
                 work: results.samples(seconds, size if moves(work) else None)
                 for work, seconds in works.items()
             },
+            "numbers": {} if taken.wrong else last["numbers"],
             "memory": None if taken.wrong else taken.memory,  # type: ignore[typeddict-item]
             "checked": taken.wrong or last["checked"],
             "wrong": bool(taken.wrong),
             "notes": list(dict.fromkeys(last["notes"])),
             "timelines": {} if taken.wrong else last["timelines"],
         }
+
+
+def joined(saved: Mapping[str, Any], loaded: Outcome, ranks: int) -> Outcome:
+    """What a worker found, and one of ``ranks`` processes that loaded what it had saved. Size and version are the
+    first one's."""
+    if loaded.result is None:
+        return Outcome(None, f"failed: at {ranks} ranks: {loaded.problem}")
+    late = loaded.result
+    parts: dict[str, Any] = {name: late[name] for name in ("wrong", "checked", "cold_by") if name in late}
+    return Outcome({**saved, **parts, "works": {**saved["works"], **late["works"]}})
 
 
 class FloorFailed(RuntimeError):

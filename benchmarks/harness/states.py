@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..state import StillAdam, gpt_shapes, hashes, random, scramble
+from .shapes import Family, Shapes, moe_shapes, scaled
 
-Shapes = list[tuple[str, tuple[int, ...]]]
 ADAM_BYTES = 12
 MIXED_BYTES = 14
 """bf16: the parameter; fp32: its master copy and Adam's two moments."""
@@ -115,6 +115,21 @@ def gpt_mixed(nbytes: int) -> ModelState:
     return mixed_state(parameters(gpt_shapes(nbytes * ADAM_BYTES // MIXED_BYTES), torch.bfloat16))
 
 
+def moe(nbytes: int) -> ModelState:
+    """Experts of uneven sizes; bf16, fp32 masters and Adam."""
+    return mixed_state(parameters(moe_shapes(nbytes // MIXED_BYTES), torch.bfloat16))
+
+
+def llama(family: Family) -> Callable[[int], ModelState]:
+    """The family's shapes, made smaller; bf16, fp32 masters and Adam."""
+
+    def build(nbytes: int) -> ModelState:
+        shapes, scale = scaled(family, nbytes // MIXED_BYTES)
+        return mixed_state(parameters(shapes, torch.bfloat16), scale)
+
+    return build
+
+
 def small(count: int) -> Callable[[int], TensorsState]:
     """``count`` tensors of 256 bytes, or as many as ``nbytes`` has room for."""
 
@@ -133,14 +148,15 @@ def huge(nbytes: int) -> TensorsState:
 
 __all__ = [
     "ModelState",
-    "Shapes",
     "TensorsState",
     "adam_state",
     "gpt",
     "gpt_mixed",
     "huge",
+    "llama",
     "local",
     "mixed_state",
+    "moe",
     "parameters",
     "small",
 ]

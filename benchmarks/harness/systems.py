@@ -40,6 +40,8 @@ BUILT_IN = tuple(
         "rivals.streamers:RunaiStreamer",
         "rivals.streamers:FastSafetensors",
         "rivals.s3:S3TorchConnector",
+        "rivals.objects:S3fs",
+        "rivals.objects:Boto3",
     )
 )
 """Their modules import no engine when they are loaded."""

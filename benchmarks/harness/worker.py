@@ -26,7 +26,8 @@ FLOOR = "floor"
 
 @dataclass(frozen=True)
 class Task:
-    """``system``: its ``module:Class``. ``nbytes``: of the state, all ranks together. ``turn``: the round, from 0."""
+    """``system``: its ``module:Class``. ``nbytes``: of the state, all ranks together. ``turn``: the round, from 0.
+    ``loads_only``: others have saved, in the same directory."""
 
     system: str
     workload: str
@@ -40,6 +41,7 @@ class Task:
     token: str
     store: str
     result_fd: int
+    loads_only: bool = False
 
 
 def run(task: Task) -> dict[str, Any]:
@@ -54,8 +56,10 @@ def run(task: Task) -> dict[str, Any]:
             "gloo", init_method=f"file://{task.store}", rank=task.rank, world_size=task.world, timeout=TIMEOUT
         )
     if task.system == FLOOR:
-        from .floor import measure_floors
+        from .floor import measure_floors, send_over_gloo
 
+        if task.world > 1:
+            return {"floors": send_over_gloo(task.nbytes, task.rank, task.repeats)}
         state = workload.build(task.nbytes, task.rank, task.world)
         return {"floors": measure_floors(state, workload.floors, Path(task.directory), task.repeats)}
     return _of_system(task, workload, systems.load(task.system))
@@ -75,11 +79,11 @@ def _of_system(task: Task, workload: workloads.Workload, system: System) -> dict
         repeats=task.repeats,
         turn=task.turn,
         memory=task.memory,
-        options=dict(workload.options),
+        options={**workload.options, "loads_only": task.loads_only},
         token=task.token,
         found=found,
     )
-    found.size_bytes = bench.total(state.nbytes)
+    found.size_bytes = bench.total(state.nbytes) // workload.copies
     try:
         workload.run(bench)
     except Mismatch as error:

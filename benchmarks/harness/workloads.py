@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from .shapes import LLAMA_8B, LLAMA_70B, LLAMA_405B, Family
 from .systems import UnknownName
 
 if TYPE_CHECKING:
@@ -45,6 +46,12 @@ class Workload:
     floors: tuple[str, ...] = ("copy", "copy_fresh", "write", "read")
     by_default: tuple[str, ...] | None = None
     memory: bool = False
+    copies: int = 1
+    """How often each byte is there, all ranks together: what is to be saved is that much less."""
+    loaders: tuple[int, ...] = ()
+    """Numbers of ranks by which what was saved is loaded afterwards, in launches of their own."""
+    missing: Callable[[], str | None] = lambda: None
+    """Why it cannot run here, None if it can."""
     options: dict[str, object] = field(default_factory=dict)
     """Of the :class:`~.api.Job`."""
 
@@ -84,6 +91,63 @@ def _huge(nbytes: int, rank: int, world: int) -> State:
     return huge(nbytes)
 
 
+def _moe(nbytes: int, rank: int, world: int) -> State:
+    from .states import moe
+
+    return moe(nbytes)
+
+
+def _llama(family: Family) -> Build:
+    def build(nbytes: int, rank: int, world: int) -> State:
+        from .states import llama
+
+        return llama(family)(nbytes)
+
+    return build
+
+
+def _fully_sharded(nbytes: int, rank: int, world: int) -> State:
+    from .sharded import fully_sharded
+
+    return fully_sharded(nbytes, rank, world)
+
+
+def _replicated(nbytes: int, rank: int, world: int) -> State:
+    from .sharded import replicated
+
+    return replicated(nbytes, rank, world)
+
+
+def _reshard(bench: Bench) -> None:
+    from .resharding import reshard
+
+    reshard(bench)
+
+
+def _trained(nbytes: int, rank: int, world: int) -> State:
+    from .deltas import TrainedState
+
+    return TrainedState(nbytes)
+
+
+def _save_deltas(bench: Bench) -> None:
+    from .deltas import save_deltas
+
+    save_deltas(bench)
+
+
+def _put_and_get(bench: Bench) -> None:
+    from .stores import put_and_get
+
+    put_and_get(bench)
+
+
+def _no_store() -> str | None:
+    from .stores import missing
+
+    return missing()
+
+
 def _loop(nbytes: int, rank: int, world: int) -> State:
     from .training import LoopState
 
@@ -101,6 +165,8 @@ def _recover(bench: Bench) -> None:
 
     recover(bench)
 
+
+RANKS_FLOORS = ("copy", "copy_fresh", "write", "read", "gloo")
 
 ALL: tuple[Workload, ...] = (
     Workload("gpt-fp32", "a GPT in fp32 and Adam's state", _gpt, memory=True),
@@ -121,6 +187,44 @@ ALL: tuple[Workload, ...] = (
         by_default=("everstep", "torch", "safetensors", "dcp"),
     ),
     Workload("huge", "one tensor", _huge),
+    Workload(
+        "moe", "a mixture of experts from large to tiny, in bf16, masters in fp32 and Adam's state", _moe
+    ),
+    Workload("llama-8b", "the shapes of Llama 3.1 8B made smaller, bf16, masters and Adam", _llama(LLAMA_8B)),
+    Workload(
+        "llama-70b", "the shapes of Llama 3.1 70B made smaller, bf16, masters and Adam", _llama(LLAMA_70B)
+    ),
+    Workload(
+        "llama-405b", "the shapes of Llama 3.1 405B made smaller, bf16, masters and Adam", _llama(LLAMA_405B)
+    ),
+    Workload(
+        "fsdp2",
+        "a transformer in fp32 and Adam's state, sharded by FSDP2 over 4 ranks",
+        _fully_sharded,
+        ranks=4,
+        floors=RANKS_FLOORS,
+    ),
+    Workload(
+        "ddp",
+        "a transformer in fp32 and Adam's state, the same on 2 ranks of DDP",
+        _replicated,
+        ranks=2,
+        floors=RANKS_FLOORS,
+        copies=2,
+    ),
+    Workload(
+        "reshard",
+        "saved by 4 ranks of FSDP2, loaded cold by 2 and by 8",
+        _fully_sharded,
+        run=_reshard,
+        works=frozenset({"load"}),
+        ranks=4,
+        default_mib=256,
+        rounds=1,
+        floors=RANKS_FLOORS,
+        by_default=("everstep", "dcp"),
+        loaders=(2, 8),
+    ),
     Workload(
         "training",
         "a training loop on one core, the engine on the other: a snapshot every step, flushes behind it",
@@ -143,6 +247,29 @@ ALL: tuple[Workload, ...] = (
         default_mib=1024,
         rounds=1,
         floors=("copy", "read"),
+    ),
+    Workload(
+        "delta",
+        "a GPT in training: what changed in 10 steps, saved beside fulls",
+        _trained,
+        run=_save_deltas,
+        works=frozenset({"delta"}),
+        default_mib=48,
+        rounds=1,
+        floors=("write", "read"),
+        options={"deltas": True},
+    ),
+    Workload(
+        "s3",
+        "saves into, and loads from, an S3 server on this machine",
+        _gpt,
+        run=_put_and_get,
+        works=frozenset({"s3"}),
+        default_mib=256,
+        repeats=2,
+        rounds=1,
+        floors=("s3_put", "s3_get"),
+        missing=_no_store,
     ),
 )
 

@@ -38,7 +38,12 @@ def list_(as_json: bool) -> None:
         found = {name: systems.load(spec) for name, spec in systems.all_systems().items()}
         value: dict[str, dict[str, Any]] = {
             "workloads": {
-                one.name: {"meaning": one.meaning, "ranks": one.ranks, "size_mib": one.default_mib}
+                one.name: {
+                    "meaning": one.meaning,
+                    "ranks": one.ranks,
+                    "size_mib": one.default_mib,
+                    "missing": one.missing(),
+                }
                 for one in workloads.ALL
             },
             "systems": {
@@ -53,7 +58,7 @@ def list_(as_json: bool) -> None:
         }
 
         def text() -> str:
-            rows = [(name, one["meaning"]) for name, one in value["workloads"].items()]
+            rows = [(name, one["missing"] or one["meaning"]) for name, one in value["workloads"].items()]
             lines = [
                 (name, one["missing"] or one["version"], one["meaning"])
                 for name, one in value["systems"].items()
@@ -293,6 +298,8 @@ def _workload_text(name: str, workload: WorkloadDict) -> str:
             below = workload["floors"].get(floor or "")
             times = ratio(samples["median_s"], below["median_s"]) if below else None
             rows.append((system, work, *_times(samples), f"{times:.2f}" if times else "", floor or ""))
+        for number, value in one.get("numbers", {}).items():
+            rows.append((system, number, "", "", "", f"{value:.3f}", ""))
         if one["memory"]:
             rows.append((system, "memory", *_memory(one["memory"]), "", "beyond one copy; raw"))
     headers = ("system", "work", "median", "least", "greatest", "times", "of")

@@ -39,6 +39,16 @@ class WrongSession(Kept):
         next(iter(self.job.state.tensors().values())).view(-1)[-1:].add_(1)
 
 
+class WrongDeltasSession(WrongSession):
+    """Its deltas are fulls."""
+
+    def save_delta(self, step: int) -> Pending:
+        return self.save(step)
+
+    def stored_bytes(self, step: int) -> int:
+        return 1
+
+
 class CrashSession(Kept):
     """Ends its process."""
 
@@ -78,6 +88,18 @@ class Good(System):
 
 class Wrong(Good):
     name = "wrong"
+    session = WrongSession
+
+
+class WrongDeltas(Good):
+    name = "wrong-deltas"
+    works = frozenset({"delta"})
+    session = WrongDeltasSession
+
+
+class WrongStore(Good):
+    name = "wrong-store"
+    works = frozenset({"s3"})
     session = WrongSession
 
 
