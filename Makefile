@@ -41,7 +41,12 @@ test: lint types unit
 test-long: install
 	$(BIN)/python -m pytest -m long --timeout 1800
 
-bench: install
+# The engines that everstep is measured beside; what does not install is left out by name.
+$(VENV)/.rivals: constraints-rivals.txt $(STAMP)
+	-$(BIN)/python -m pip install -q -c constraints.txt -c constraints-rivals.txt --no-build-isolation -e ".[rivals]" --config-settings editable_mode=strict
+	touch $@
+
+bench: install $(VENV)/.rivals
 	$(BIN)/everstep bench run gpt-fp32 small-10k small-100k recovery training --json bench.json --html bench.html --png bench
 
 clean:

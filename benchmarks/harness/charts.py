@@ -60,6 +60,7 @@ TITLES = {
     "first_blocking": "Blocking time of the first save",
     "first_durable": "First save, until written",
     "blocking": "Blocking time of a save",
+    "blocking_alone": "Blocking time, nothing computed meanwhile",
     "durable": "A save, until said to be written",
     "durable_synced": "A save, until synced to disk",
     "cold_load": "Cold load",

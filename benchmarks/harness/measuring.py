@@ -202,6 +202,7 @@ class _Saves:
             blocking, durable = self._save(session)
             synced = durable if bench.system.syncs else durable + self._sync()
             bench.found.add("blocking", blocking if beside is None else beside)
+            bench.found.add("blocking_alone", blocking)
             bench.found.add("durable", durable)
             bench.found.add("durable_synced", synced)
 

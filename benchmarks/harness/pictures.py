@@ -162,7 +162,7 @@ def aims_height(aims: Sequence[AimDict]) -> float:
 def pngs(report: ReportDict) -> dict[str, bytes]:
     """The README's pictures by file name; those of what was not measured are left out."""
     made = {
-        "blocking.png": _panels(report, MAIN, ("blocking", "first_blocking")),
+        "blocking.png": _panels(report, MAIN, ("blocking", "blocking_alone", "first_blocking")),
         "durable.png": _panels(report, MAIN, ("durable_synced", "durable")),
         "load.png": _panels(report, MAIN, ("cold_load", "memory")),
         "small.png": [

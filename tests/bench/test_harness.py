@@ -25,7 +25,7 @@ MIB = 1 << 20
 LIMIT_S = 280.0
 pytestmark = pytest.mark.timeout(300)  # on a busy machine; alone each takes seconds
 HERE = Path(__file__).parent
-SAVES = {"open", "first_blocking", "first_durable", "blocking", "durable", "durable_synced"}
+SAVES = {"open", "first_blocking", "first_durable", "blocking", "blocking_alone", "durable", "durable_synced"}
 EVERSTEP, OVERLAP, TORCH = (
     "everstep.benchmarks.harness.ours:Everstep",
     "everstep.benchmarks.harness.ours:EverstepOverlap",

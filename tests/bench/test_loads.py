@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(300)  # on a busy machine; alone each takes sec
 EVERSTEP = "everstep.benchmarks.harness.ours:Everstep"
 OVERLAP = "everstep.benchmarks.harness.ours:EverstepOverlap"
 DCP = "everstep.benchmarks.harness.rivals.dcp:Dcp"
-SAVES = {"open", "first_blocking", "first_durable", "blocking", "durable", "durable_synced"}
+SAVES = {"open", "first_blocking", "first_durable", "blocking", "blocking_alone", "durable", "durable_synced"}
 
 
 @pytest.fixture(autouse=True)
