@@ -9,7 +9,7 @@ help:
 	@echo "make demo       train, kill three ways, resume, compare bit for bit"
 	@echo "make test       linter, type checker and the test suite"
 	@echo "make test-long  the long suites (every crash point, soak)"
-	@echo "make bench      everstep beside every checkpoint engine that is installed, under 20 minutes"
+	@echo "make bench      everstep beside other checkpoint engines: the table of aims, with pictures (under 20 minutes)"
 
 $(STAMP): constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

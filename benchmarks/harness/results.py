@@ -428,7 +428,9 @@ CELLS: tuple[Cell, ...] = (
         "first_save_vs_later",
         "the first save's call over a later one's",
         1.5,
-        lambda found: ratio(found.work(MAIN, OURS, "first_blocking"), found.work(MAIN, OURS, "blocking_alone")),
+        lambda found: ratio(
+            found.work(MAIN, OURS, "first_blocking"), found.work(MAIN, OURS, "blocking_alone")
+        ),
     ),
 )
 
