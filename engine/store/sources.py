@@ -21,7 +21,7 @@ from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote
 
 from .asking import SMALL_BYTES_MAX, reading
 from .bases import Bases, Finder, Key, PackedObject, open_table
-from .catalog import list_step, open_vote, read_decision, read_layout, read_numbered
+from .catalog import decode_layout, list_step, open_vote, read_decision, read_layout_bytes, read_numbered
 from .flush import IMAGE_REGION, LAYOUT_REGION, META_REGION, image_names, read_meta
 from .proving import check_chunks, check_images, check_record, check_size, check_vote
 
@@ -143,6 +143,7 @@ class DurableSource:
         self._votes: dict[int, asyncio.Task[Vote]] = {}
         self._layouts: dict[str, asyncio.Task[Layout]] = {}
         self._tables: dict[tuple[int, str], asyncio.Task[Table]] = {}
+        self._expected: dict[int | str, asyncio.Task[bytes]] = {}
         self.bases = bases or bases_at([backend], chunk_bytes)
 
     async def meta(self, rank: int) -> dict[str, Any]:
@@ -152,7 +153,7 @@ class DurableSource:
         """The rank's layout; its images must be those of the rank's record."""
         record = self._by_rank[rank]
         key = record.layout_hash
-        layout = await once(self._layouts, key, lambda: self.explained(read_layout(self.backend, key)))
+        layout = await once(self._layouts, key, lambda: self._read_layout(key))
         check_images(layout, await self.records(rank), names.layout(record.layout_hash))
         return layout
 
@@ -160,6 +161,26 @@ class DurableSource:
         return {record.name: record for record in (await self._vote(rank)).images}
 
     async def state(self, rank: int) -> bytes:
+        return await (self._expected.pop(rank, None) or self._read_state(rank))
+
+    async def expect(self, rank: int) -> None:
+        """Read the rank's vote, state image and layout for the next :meth:`state` and :meth:`layout`, which raise what
+        fails. Nothing large is decoded yet."""
+        key = self._by_rank[rank].layout_hash
+        reads = {rank: self._read_state(rank), key: read_layout_bytes(self.backend, key)}
+        for what, read in reads.items():
+            self._expected[what] = asyncio.ensure_future(read)
+            self._expected[what].add_done_callback(_heard)
+        await asyncio.wait([self._expected[what] for what in reads])
+
+    async def _read_layout(self, key: str) -> Layout:
+        async def read() -> Layout:
+            data = await (self._expected.pop(key, None) or read_layout_bytes(self.backend, key))
+            return await decode_layout(data, key)
+
+        return await self.explained(read())
+
+    async def _read_state(self, rank: int) -> bytes:
         record, name = (await self.records(rank))[STATE_IMAGE], self.locate(rank, STATE_IMAGE)
         data = await self.explained(_read_whole(self.backend, name, record.nbytes))
         check_chunks(memoryview(data), 0, record, self.chunk_bytes, name)
