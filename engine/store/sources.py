@@ -144,6 +144,7 @@ class DurableSource:
         self._layouts: dict[str, asyncio.Task[Layout]] = {}
         self._tables: dict[tuple[int, str], asyncio.Task[Table]] = {}
         self._expected: dict[int | str, asyncio.Task[bytes]] = {}
+        self._sizes: dict[str, asyncio.Task[int]] = {}
         self.bases = bases or bases_at([backend], chunk_bytes)
 
     async def meta(self, rank: int) -> dict[str, Any]:
@@ -164,14 +165,16 @@ class DurableSource:
         return await (self._expected.pop(rank, None) or self._read_state(rank))
 
     async def expect(self, rank: int) -> None:
-        """Read the rank's vote, state image and layout for the next :meth:`state` and :meth:`layout`, which raise what
-        fails. Nothing large is decoded yet."""
+        """Read what a load looks at before it reads images, each for the next call that asks for it, which raises what
+        fails: the rank's vote, state image, layout, and its objects' sizes. Nothing large is decoded yet."""
         key = self._by_rank[rank].layout_hash
-        reads = {rank: self._read_state(rank), key: read_layout_bytes(self.backend, key)}
-        for what, read in reads.items():
-            self._expected[what] = asyncio.ensure_future(read)
-            self._expected[what].add_done_callback(_heard)
-        await asyncio.wait([self._expected[what] for what in reads])
+        self._expected[key] = _started(read_layout_bytes(self.backend, key))
+        records = await self.records(rank)
+        self._expected[rank] = _started(self._read_state(rank))
+        for image in records.keys() - {STATE_IMAGE}:
+            name = self.locate(rank, image)
+            self._sizes[name] = _started(self._read_size(name))
+        await asyncio.wait([*self._expected.values(), *self._sizes.values()])
 
     async def _read_layout(self, key: str) -> Layout:
         async def read() -> Layout:
@@ -198,6 +201,9 @@ class DurableSource:
 
     async def size(self, name: str) -> int:
         """Size of one of the checkpoint's objects."""
+        return await (self._sizes.pop(name, None) or self._read_size(name))
+
+    async def _read_size(self, name: str) -> int:
         return await self.explained(_size(self.backend, name))
 
     async def read_into(self, rank: int, image: str, offset: int, view: memoryview) -> None:
@@ -447,14 +453,20 @@ async def once(tasks: dict[K, asyncio.Task[V]], key: K, make: Callable[[], Corou
     """The result of ``make``, made once per key for all who ask; an error is not remembered."""
     task = tasks.get(key)
     if task is None:
-        task = tasks[key] = asyncio.ensure_future(make())
-        task.add_done_callback(_heard)
+        task = tasks[key] = _started(make())
     try:
         return await asyncio.shield(task)
     except Exception:
         if tasks.get(key) is task:
             del tasks[key]
         raise
+
+
+def _started(reading: Coroutine[Any, Any, V]) -> asyncio.Task[V]:
+    """``reading``, begun; its error is raised where it is awaited, if ever."""
+    task = asyncio.ensure_future(reading)
+    task.add_done_callback(_heard)
+    return task
 
 
 def _heard(task: asyncio.Task[Any]) -> None:
