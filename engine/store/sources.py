@@ -162,7 +162,8 @@ class DurableSource:
         return {record.name: record for record in (await self._vote(rank)).images}
 
     async def state(self, rank: int) -> bytes:
-        return await (self._expected.pop(rank, None) or self._read_state(rank))
+        expected = self._expected.pop(rank, None)
+        return await (expected or self._read_state(rank))
 
     async def expect(self, rank: int) -> None:
         """Read what a load looks at before it reads images, each for the next call that asks for it, which raises what
@@ -201,7 +202,8 @@ class DurableSource:
 
     async def size(self, name: str) -> int:
         """Size of one of the checkpoint's objects."""
-        return await (self._sizes.pop(name, None) or self._read_size(name))
+        expected = self._sizes.pop(name, None)
+        return await (expected or self._read_size(name))
 
     async def _read_size(self, name: str) -> int:
         return await self.explained(_size(self.backend, name))
