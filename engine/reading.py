@@ -27,7 +27,8 @@ from .state.plan_base import Extra
 from .state.restore import RestorePlan, plan_restore, plan_values
 from .state.rng import RandomState
 from .state.trainstate import TrainState
-from .store.fill import FillReport
+from .store.ahead import Ahead
+from .store.fill import PARALLEL, PIECE_BYTES, FillReport
 from .store.sources import KINDS, Source
 
 PROOF_BYTES_MAX = 256 << 20
@@ -121,8 +122,15 @@ class _Load:
     """The rank at the save whose plain values this one takes."""
 
     def run(self, opened: Callable[[], Sequence[Source]]) -> Filled:
+        ahead = Ahead(PARALLEL, PIECE_BYTES)
+        try:
+            return self._run(opened, ahead)
+        finally:
+            ahead.end()
+
+    def _run(self, opened: Callable[[], Sequence[Source]], ahead: Ahead) -> Filled:
         phases = self.phases
-        checkpoint, plan = phases.each(lambda: self._compare(Checkpoint(opened())))
+        checkpoint, plan = phases.each(lambda: self._compare(self._open(opened, ahead)))
         told = phases.share([bool(plan.extra), sorted(self._special())])
         if any(extra for extra, _ in told):
             self._settle(checkpoint, plan)
@@ -131,8 +139,22 @@ class _Load:
             special = {part for _, parts in told for part in parts}
             unequal = phases.from_first(lambda: _unequal(checkpoint, special))
         phases.each(lambda: self._check(checkpoint, plan, unequal))
-        with checkpoint.filling(phases, lambda: self._asked(plan), self.bring) as fill_now:
+        with checkpoint.filling(phases, lambda: self._asked(plan), self.bring, ahead) as fill_now:
             return phases.each(lambda: self._fill(checkpoint, plan, fill_now))
+
+    def _open(self, opened: Callable[[], Sequence[Source]], ahead: Ahead) -> Checkpoint:
+        """Where it is sure that this rank reads all images of its own, and nobody else does, that begins at once."""
+        sources = opened()
+        world = sources[0].world
+        whole = self.parts is None and not self.allow and self.bring is None
+        if (
+            whole
+            and self.phases.world == 1
+            and (self.rank is not None or world == 1)
+            and (self.rank or 0) < world
+        ):
+            ahead.begin(sources, self.rank or 0)
+        return Checkpoint(sources)
 
     # -- comparing
 

@@ -17,6 +17,7 @@ from .plan.reads import Read, plan_reads
 from .sharing import Bring, shared_fill
 from .state.codec import StateImage
 from .state.merge import Saved
+from .store.ahead import Ahead
 from .store.blocking import run_blocking
 from .store.fill import Fallback, FillReport, fill
 from .store.sources import DurableSource, Source
@@ -84,6 +85,7 @@ class Checkpoint:
         phases: Phases,
         ask: Callable[[], tuple[Wanted, Sequence[int | None], Collection[Key]]],
         bring: Bring | None = None,
+        ahead: Ahead | None = None,
     ) -> Iterator[Callable[[], FillReport]]:
         """As :meth:`fill` of what ``ask`` gives, by all ranks together: what several ranks of a node need is read
         once (see :func:`shared_fill`). Gives the function that fills."""
@@ -93,7 +95,7 @@ class Checkpoint:
             return self._reads([entry for entry, _ in wanted], readers, equal), _targets(wanted)
 
         reads, targets = phases.each(plan)
-        with shared_fill(phases, self._sources, reads, targets, bring) as fill_now:
+        with shared_fill(phases, self._sources, reads, targets, bring, ahead=ahead) as fill_now:
             yield lambda: self._told(fill_now())
 
     def _told(self, report: FillReport) -> FillReport:

@@ -36,6 +36,7 @@ from .phases import PhaseFailed, Phases
 from .plan.reads import Range, Read
 from .plan.shares import Clipper, ImageKey, Needs, Round, common_ranges, deal, without
 from .ranks import Ranks
+from .store.ahead import Ahead
 from .store.blocking import run_blocking
 from .store.fill import PARALLEL, FillReport, Image, fill, images_of
 from .store.sources import Mapped, Source
@@ -71,6 +72,7 @@ def shared_fill(
     targets: Mapping[int, memoryview],
     bring: Bring | None = None,
     *,
+    ahead: Ahead | None = None,
     shared_bytes: int = SHARED_BYTES,
 ) -> Iterator[Callable[[], FillReport]]:
     """Prepare to do by all ranks together what :func:`.fill.fill` does: bytes that several ranks of one node
@@ -82,14 +84,15 @@ def shared_fill(
     Pruned, else with a RankError that names it; a rank that ended, or made no progress within the phases' time,
     is a RankError. What a rank reads alone fails on that rank alone. The caller makes it one verdict.
 
-    ``bring`` hears, on all ranks, what its node needs, and gives the sources to read from.
+    ``bring`` hears, on all ranks, what its node needs, and gives the sources to read from. What is read ``ahead`` is
+    taken over by a rank that loads alone.
     """
     report = FillReport()
     if phases.world == 1:
         if bring is not None:
             needs = {key: image.ranges() for key, image in _needed(sources, reads, report).items()}
             sources = bring(phases, sources, [needs], [phases.rank])
-        yield lambda: run_blocking(fill(sources, reads, targets))
+        yield lambda: run_blocking(fill(sources, reads, targets, ahead=ahead))
         return
     with contextlib.ExitStack() as stack:
         offer = phases.each(lambda: _offer(phases, sources, reads, report, shared_bytes, stack))

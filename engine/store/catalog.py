@@ -265,11 +265,19 @@ async def read_layouts(backend: Backend, hashes: set[str]) -> dict[str, Layout]:
 
 async def read_layout(backend: Backend, hash_text: str) -> Layout:
     """One layout, verified against its name."""
+    return await decode_layout(await read_layout_bytes(backend, hash_text), hash_text)
+
+
+async def read_layout_bytes(backend: Backend, hash_text: str) -> bytes:
+    """One layout as it is stored; not verified."""
     name = names.layout(hash_text)
     try:
         with reading(backend, name):
-            data = await backend.read(name, SMALL_BYTES_MAX)
+            return await backend.read(name, SMALL_BYTES_MAX)
     except NotFound:
         raise Damaged(f"{name} is missing", found="nothing", expected="a layout", name=name) from None
-    # Decoding a large layout takes a while; the loop has other things to do.
-    return await asyncio.to_thread(open_layout, data, hash_text, name)
+
+
+async def decode_layout(data: bytes, hash_text: str) -> Layout:
+    """What :func:`read_layout_bytes` gave, verified. A large one takes a while; the loop has other things to do."""
+    return await asyncio.to_thread(open_layout, data, hash_text, names.layout(hash_text))

@@ -22,6 +22,7 @@ from everstep.format.vote import ImageRecord
 from everstep.memory.copying import copy
 from everstep.plan.reads import Range, Read, chunk_ranges, clip
 
+from .ahead import Ahead, Early
 from .asking import each
 from .bases import UNSERVED, lacking
 from .proving import bad_chunks, changed_chunk, check_record
@@ -119,21 +120,26 @@ async def fill(
     parallel: int = PARALLEL,
     piece_bytes: int = PIECE_BYTES,
     headers: bool = True,
+    ahead: Ahead | None = None,
 ) -> FillReport:
     """Do the ``reads`` into ``targets`` (writable flat views by entry index), from ``sources`` of one
     checkpoint, best first.
 
     The headers of the images that are used are proved too, unless ``headers`` is False. At most ``parallel``
-    pieces of ``piece_bytes`` are in memory. On an error the targets hold a mixture, of what was proved, what was
-    read straight into them and was not, and what was there before. Raises Damaged (naming object, offset, found,
-    expected) when no source has a chunk right, Pruned, CannotTell, SlotGone.
+    pieces of ``piece_bytes`` are in memory: as ``ahead`` says, where pieces are read ahead. On an error the targets
+    hold a mixture, of what was proved, what was read straight into them and was not, and what was there before. Raises
+    Damaged (naming object, offset, found, expected) when no source has a chunk right, Pruned, CannotTell, SlotGone.
     """
     _check_sources(sources)
     report = FillReport()
-    pieces = _pieces(await images_of(sources, reads, report, headers=headers), piece_bytes)
+    ahead = ahead or Ahead(parallel, piece_bytes)
+    parallel, piece_bytes = ahead.pieces, ahead.piece_bytes
+    images = await images_of(sources, reads, report, headers=headers)
+    pieces = iter(await ahead.first(list(_pieces(images, piece_bytes))))
     with ThreadPoolExecutor(_threads(parallel), thread_name_prefix="everstep-fill") as pool:
         workers = [
-            asyncio.ensure_future(_work(pieces, targets, pool, report, piece_bytes)) for _ in range(parallel)
+            asyncio.ensure_future(_work(pieces, ahead, targets, pool, report, piece_bytes))
+            for _ in range(parallel)
         ]
         try:
             await asyncio.gather(*workers)
@@ -297,12 +303,14 @@ def _dealt(reads: Sequence[Read], spans: Sequence[Range]) -> list[list[Read]]:
 
 async def _work(
     pieces: Iterator[_Piece],
+    ahead: Ahead,
     targets: Mapping[int, memoryview],
     pool: ThreadPoolExecutor,
     report: FillReport,
     piece_bytes: int,
 ) -> None:
-    """Take pieces until none is left. The buffer is made when a piece first needs one."""
+    """Take pieces until none is left. The buffer is made when a piece first needs one, or comes with a piece that is
+    read ahead."""
     buffer: memoryview | None = None
     for piece in pieces:
         whole = piece.holders[0].mapped(piece.rank, piece.image)
@@ -310,10 +318,13 @@ async def _work(
             view = whole[piece.offset : piece.offset + piece.nbytes]
             error, bad = None, await _in(pool, _verify_and_copy, piece, view, targets)
         else:
-            if buffer is None or len(buffer) < piece.nbytes:
+            early = ahead.take(piece)
+            if early is not None:
+                buffer = early.buffer
+            elif buffer is None or len(buffer) < piece.nbytes:
                 buffer = aligned_buffer(max(piece_bytes, piece.nbytes))
             view = buffer[: piece.nbytes]
-            error, bad = await _read(piece, view, targets, pool)
+            error, bad = await _read(piece, early, view, targets, pool)
         if error is None or lacking(error):
             report.count(piece.holders[0], piece.nbytes - _nbytes_of(bad, piece))
         if error is not None or bad:
@@ -331,7 +342,11 @@ Bad = list[tuple[int, bytes]]
 
 
 async def _read(
-    piece: _Piece, view: memoryview, targets: Mapping[int, memoryview], pool: ThreadPoolExecutor
+    piece: _Piece,
+    early: Early | None,
+    view: memoryview,
+    targets: Mapping[int, memoryview],
+    pool: ThreadPoolExecutor,
 ) -> tuple[EverstepError | None, Bad]:
     """Read the piece from its first holder, and have its reads done if every chunk is right. Else ``view`` holds what
     was read: all but the bad chunks, where these are told beside an error."""
@@ -339,7 +354,8 @@ async def _read(
     scattered = _scattered(piece, view, targets) if isinstance(source, Scattering) else None
     try:
         if scattered is None:
-            await source.read_into(piece.rank, piece.image, piece.offset, view)
+            reading = early.reading if early is not None else None
+            await (reading or source.read_into(piece.rank, piece.image, piece.offset, view))
             return None, await _in(pool, _verify_and_copy, piece, view, targets)
         await cast(Scattering, source).read_parts(piece.rank, piece.image, piece.offset, scattered.parts)
     except UNSERVED as error:

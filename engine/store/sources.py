@@ -21,7 +21,7 @@ from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote
 
 from .asking import SMALL_BYTES_MAX, reading
 from .bases import Bases, Finder, Key, PackedObject, open_table
-from .catalog import list_step, open_vote, read_decision, read_layout, read_numbered
+from .catalog import decode_layout, list_step, open_vote, read_decision, read_layout_bytes, read_numbered
 from .flush import IMAGE_REGION, LAYOUT_REGION, META_REGION, image_names, read_meta
 from .proving import check_chunks, check_images, check_record, check_size, check_vote
 
@@ -143,6 +143,8 @@ class DurableSource:
         self._votes: dict[int, asyncio.Task[Vote]] = {}
         self._layouts: dict[str, asyncio.Task[Layout]] = {}
         self._tables: dict[tuple[int, str], asyncio.Task[Table]] = {}
+        self._expected: dict[int | str, asyncio.Task[bytes]] = {}
+        self._sizes: dict[str, asyncio.Task[int]] = {}
         self.bases = bases or bases_at([backend], chunk_bytes)
 
     async def meta(self, rank: int) -> dict[str, Any]:
@@ -152,7 +154,7 @@ class DurableSource:
         """The rank's layout; its images must be those of the rank's record."""
         record = self._by_rank[rank]
         key = record.layout_hash
-        layout = await once(self._layouts, key, lambda: self.explained(read_layout(self.backend, key)))
+        layout = await once(self._layouts, key, lambda: self._read_layout(key))
         check_images(layout, await self.records(rank), names.layout(record.layout_hash))
         return layout
 
@@ -160,6 +162,29 @@ class DurableSource:
         return {record.name: record for record in (await self._vote(rank)).images}
 
     async def state(self, rank: int) -> bytes:
+        expected = self._expected.pop(rank, None)
+        return await (expected or self._read_state(rank))
+
+    async def expect(self, rank: int) -> None:
+        """Read what a load looks at before it reads images, each for the next call that asks for it, which raises what
+        fails: the rank's vote, state image, layout, and its objects' sizes. Nothing large is decoded yet."""
+        key = self._by_rank[rank].layout_hash
+        self._expected[key] = _started(read_layout_bytes(self.backend, key))
+        records = await self.records(rank)
+        self._expected[rank] = _started(self._read_state(rank))
+        for image in records.keys() - {STATE_IMAGE}:
+            name = self.locate(rank, image)
+            self._sizes[name] = _started(self._read_size(name))
+        await asyncio.wait([*self._expected.values(), *self._sizes.values()])
+
+    async def _read_layout(self, key: str) -> Layout:
+        async def read() -> Layout:
+            data = await (self._expected.pop(key, None) or read_layout_bytes(self.backend, key))
+            return await decode_layout(data, key)
+
+        return await self.explained(read())
+
+    async def _read_state(self, rank: int) -> bytes:
         record, name = (await self.records(rank))[STATE_IMAGE], self.locate(rank, STATE_IMAGE)
         data = await self.explained(_read_whole(self.backend, name, record.nbytes))
         check_chunks(memoryview(data), 0, record, self.chunk_bytes, name)
@@ -177,6 +202,10 @@ class DurableSource:
 
     async def size(self, name: str) -> int:
         """Size of one of the checkpoint's objects."""
+        expected = self._sizes.pop(name, None)
+        return await (expected or self._read_size(name))
+
+    async def _read_size(self, name: str) -> int:
         return await self.explained(_size(self.backend, name))
 
     async def read_into(self, rank: int, image: str, offset: int, view: memoryview) -> None:
@@ -426,14 +455,20 @@ async def once(tasks: dict[K, asyncio.Task[V]], key: K, make: Callable[[], Corou
     """The result of ``make``, made once per key for all who ask; an error is not remembered."""
     task = tasks.get(key)
     if task is None:
-        task = tasks[key] = asyncio.ensure_future(make())
-        task.add_done_callback(_heard)
+        task = tasks[key] = _started(make())
     try:
         return await asyncio.shield(task)
     except Exception:
         if tasks.get(key) is task:
             del tasks[key]
         raise
+
+
+def _started(reading: Coroutine[Any, Any, V]) -> asyncio.Task[V]:
+    """``reading``, begun; its error is raised where it is awaited, if ever."""
+    task = asyncio.ensure_future(reading)
+    task.add_done_callback(_heard)
+    return task
 
 
 def _heard(task: asyncio.Task[Any]) -> None:
