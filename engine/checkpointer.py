@@ -66,7 +66,7 @@ class Checkpointer:
     storage, as fsspec knows them; they may be secret, and are kept in memory alone. ``memory`` is the tier of
     snapshots in shared memory, ``policy`` says when what is written and kept, ``tiers`` are further places that
     checkpoints are copied to, ``config`` (hyper-parameters) is hashed and compared at load. ``agent="inline"`` runs
-    the background work on a thread of each rank instead of a process per node.
+    the background work on a thread of each rank instead of a process per node; a process is begun here, not waited for.
     ``fresh="why"`` starts again in a run that has checkpoints; ``take_over=True`` supersedes a living writer. ``mesh``
     names the axes of the ranks and their sizes (default: ``{"data": world}``). ``node`` overrides the node's name.
 
