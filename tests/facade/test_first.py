@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ import pytest
 import torch
 from everstep.agent import places, spawn
 from everstep.errors import AgentError
+from everstep.memory.arena import Arena
+from everstep.memory.mapping import Mapping
 from everstep.memory.process import Process
 
-from .kit import Script, opened, steps_on_disk, until
+from .kit import SOON_S, Script, opened, steps_on_disk, until
 
 Starts = list[list[str]]
 
@@ -77,6 +80,33 @@ def test_after_load_the_agent_is_there_and_the_slots_have_their_memory(root: Pat
         assert os.readlink(f"/proc/{process.pid}/fd/2") == str(log)
         assert os.getpriority(os.PRIO_PROCESS, process.pid) >= 10
     assert steps_on_disk(root) == [1]
+
+
+def test_a_load_that_finds_nothing_waits_for_memory_and_a_restore_does_not(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    awaited, done = threading.Event(), threading.Event()
+    populate, wait = Mapping.populate, Arena.await_populated
+
+    def populate_when_awaited(self: Mapping) -> None:
+        assert awaited.wait(SOON_S)
+        populate(self)
+        done.set()
+
+    def await_populated(self: Arena) -> None:
+        awaited.set()
+        wait(self)
+
+    monkeypatch.setattr(Mapping, "populate", populate_when_awaited)
+    monkeypatch.setattr(Arena, "await_populated", await_populated)
+    with opened(root) as ckpt:
+        assert ckpt.load({"n": 0}) is None and done.is_set()
+        ckpt.save(1, {"n": 1})
+    awaited.clear()
+    done.clear()
+    with opened(root) as ckpt:
+        assert ckpt.load({"n": 0}) == 1
+        assert not awaited.is_set() and not done.is_set()
 
 
 def test_without_a_load_the_first_step_has_the_process_that_stands_by(root: Path, starts: Starts) -> None:
