@@ -14,12 +14,13 @@ from typing import Any, Literal
 from . import opened
 from .adopted import Adopted
 from .agent.asking import loading
+from .agent.spawn import Standby
 from .agent.values import AgentSettings
 from .backends.api import Backend
 from .chained import known_chains
 from .config import config_hash, plain_config, plain_step
 from .discovery import find_run, open_arenas
-from .errors import BadOption, Closed, EverstepError, NoCheckpoint, NotARun, RunInUse
+from .errors import BadOption, Closed, EverstepError, NoCheckpoint, RunInUse
 from .format.constants import CHUNK_BYTES
 from .format.records import (
     IncarnationRecord,
@@ -37,7 +38,7 @@ from .memory.arena import Arena
 from .memorytier import MemoryTier, Room
 from .mending import Mending
 from .nodes import node_of
-from .opening import Origin, begin_incarnation, check_mesh
+from .opening import Origin, begin_incarnation, check_mesh, see_run
 from .peers.secret import run_secret
 from .places import locate, with_tiers
 from .plan.parity import fit
@@ -50,7 +51,6 @@ from .rollback import Rollbacks
 from .session import Session, agent_settings
 from .state.trainstate import TrainState
 from .store.blocking import run_blocking
-from .store.runs import open_run
 from .writers import ENDING_S_MAX, Lookout, ending, unmark
 
 log = logging.getLogger("everstep")
@@ -66,7 +66,7 @@ class Checkpointer:
     storage, as fsspec knows them; they may be secret, and are kept in memory alone. ``memory`` is the tier of
     snapshots in shared memory, ``policy`` says when what is written and kept, ``tiers`` are further places that
     checkpoints are copied to, ``config`` (hyper-parameters) is hashed and compared at load. ``agent="inline"`` runs
-    the background work on a thread of each rank instead of a process per node.
+    the background work on a thread of each rank instead of a process per node; a process is begun here, not waited for.
     ``fresh="why"`` starts again in a run that has checkpoints; ``take_over=True`` supersedes a living writer. ``mesh``
     names the axes of the ranks and their sizes (default: ``{"data": world}``). ``node`` overrides the node's name.
 
@@ -136,6 +136,7 @@ class Checkpointer:
         self._records: dict[int, IncarnationRecord] = {}
         """Of the root's incarnations, those that were read."""
         self._adopted: Adopted | None = None
+        self._standby = Standby.begin() if self._may_start_agent() else None
         opened.add(self._place.url, self)
 
     # -- the calls of a training loop
@@ -185,6 +186,8 @@ class Checkpointer:
         self._origin = self._origin_of(self.recovery, config_reason)
         if self._memory is not None:  # else only flushes need room, and the first of them makes it
             self._reserve(trained)
+            if self.recovery is None:  # a restart goes on at once, its memory is made ready behind it
+                self._meet()[1].await_populated()
         return self.recovery.step if self.recovery is not None else None
 
     def _restore(
@@ -326,6 +329,8 @@ class Checkpointer:
         self._closed = True
         keep = keep or (self._adopted is not None and self._adopted.in_memory_alone)
         opened.remove(self._place.url, self)
+        if self._standby is not None:
+            self._standby.close()
         with contextlib.ExitStack() as stack:
             for backend in (self._backend, *self._near, *self._farther):
                 stack.callback(_close_backend, backend)
@@ -394,6 +399,10 @@ class Checkpointer:
             if run is not None and self._agent == "process" and self._place.agent_dir(run.run_id).is_dir():
                 return agent_settings(self._place, self._policy, run.run_id, run.chunk_bytes)
         return None
+
+    def _may_start_agent(self) -> bool:
+        """Whether the first step is likely to need an agent that is not there yet."""
+        return self._memory is not None and self._agent == "process" and not self._place.has_agent()
 
     def _kept_by_agent(self) -> list[Arena]:
         settings = self._running_agent()
@@ -545,7 +554,7 @@ class Checkpointer:
         """This rank's part in the incarnation ``record``."""
         self._reserve(state)
         timeout_s = self._policy.rank_timeout_s
-        ranks.together("looking for the run", lambda: self._see_run(run), timeout_s=timeout_s)
+        ranks.together("looking for the run", lambda: see_run(self._backend, run), timeout_s=timeout_s)
         here = self._nodes[ranks.rank]
         tier.settle_in([rank for rank, node in enumerate(self._nodes) if node == here], ranks.world)
 
@@ -565,9 +574,12 @@ class Checkpointer:
                 holders=self._holders,
                 device=self._rollbacks.device,
                 chains=known_chains(self._backend, self._policy, record) if ranks.rank == 0 else None,
+                standby=self._standby,
             )
 
         session = ranks.together("opening the run", start, timeout_s=timeout_s)
+        if self._standby is not None:
+            self._standby.close()
         if self._protection is not None and self._protection.wanted:
             try:
                 session.protect(self._protection, run.chunk_bytes)
@@ -575,16 +587,6 @@ class Checkpointer:
                 session.close(flush=False)
                 raise
         return session
-
-    def _see_run(self, run: RunRecord) -> None:
-        seen = run_blocking(open_run(self._backend))
-        if seen.run_id != run.run_id:
-            raise NotARun(
-                "this rank sees another run at this root than rank 0",
-                found=seen.run_id,
-                expected=run.run_id,
-                hint="The root must be on storage that all ranks share.",
-            )
 
 
 def _close_backend(backend: Backend) -> None:

@@ -121,6 +121,10 @@ class MemoryTier:
             self.is_shared = room.info.path is not None
         self._arena = room or self._create(slot_bytes, chunk_bytes)
 
+    def await_populated(self) -> None:
+        """Until every slot has its memory, in this process's map."""
+        self.arena.await_populated()
+
     def open(self, *, run_id: str, incarnation: int, adopted: Key | None, world: int) -> None:
         """Own the arena for this incarnation. Raises RunInUse if a living process owns it."""
         self._incarnation, self._adopted, self._run_id = incarnation, adopted, run_id

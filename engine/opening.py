@@ -10,7 +10,7 @@ from typing import Any
 
 from .backends.api import Backend
 from .discovery import find_run
-from .errors import BadOption, NotLoaded, RunInUse
+from .errors import BadOption, NotARun, NotLoaded, RunInUse
 from .format.constants import CHUNK_BYTES
 from .format.records import IncarnationRecord, RunRecord, Writer
 from .memory.process import Process
@@ -18,7 +18,7 @@ from .places import Place
 from .store.blocking import run_blocking
 from .store.catalog import list_steps
 from .store.mirror import copy_records
-from .store.runs import add_incarnation, create_run, now, read_incarnations, require_records
+from .store.runs import add_incarnation, create_run, now, open_run, read_incarnations, require_records
 from .writers import ENDING_S_MAX, Lookout, await_end, ending_s, is_writing, mark, unmark
 
 NOTHING_TO_LOAD = "there was no checkpoint to load"
@@ -113,6 +113,18 @@ def begin_incarnation(
     except BaseException:
         unmark(place, record_id)
         raise
+
+
+def see_run(backend: Backend, run: RunRecord) -> None:
+    """Raises NotARun unless ``backend`` has this very run."""
+    seen = run_blocking(open_run(backend))
+    if seen.run_id != run.run_id:
+        raise NotARun(
+            "this rank sees another run at this root than rank 0",
+            found=seen.run_id,
+            expected=run.run_id,
+            hint="The root must be on storage that all ranks share.",
+        )
 
 
 def check_mesh(mesh: Mapping[str, int], world: int) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from .agent.places import connect
 from .agent.values import TierSettings
 from .backends.api import Backend
 from .backends.errors import Permanent, UnknownOption
@@ -46,6 +47,15 @@ class Place:
     def agent_dir(self, run_id: str) -> Path:
         """Private directory of the run's agent on this node: lock, socket, journal, log."""
         return self.runtime_base / f"{self.run_key}-{run_id[:12]}"
+
+    def has_agent(self) -> bool:
+        """Whether an agent of a run at this root is there on this node already. Does not wait."""
+        for directory in self.runtime_base.glob(f"{self.run_key}-*"):
+            found = connect(directory)
+            if found is not None:
+                found.close()
+                return True
+        return False
 
     def open(self) -> Backend:
         """Where the run lies. Nothing is asked yet. Raises BadOption where no backend knows it."""

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from .agent.client import AgentClient, Progress
+from .agent.spawn import Standby
 from .agent.values import AgentSettings, Hello, storage_environment
 from .auditing import Auditor
 from .config import plain_metrics
@@ -73,6 +74,7 @@ class Session:
         holders: Sequence[Sequence[int]],
         device: DeviceSlot | None = None,
         chains: Chains | None = None,
+        standby: Standby | None = None,
     ) -> None:
         """``nodes`` of all ranks, and by node those that keep its snapshots (:class:`~.plan.owners.Owners`).
         ``device``: room for a snapshot beside the tensors. ``chains``: of the checkpoints that are durable already."""
@@ -84,7 +86,7 @@ class Session:
         self._record = record
         adopted = adopted_of(record)
         tier.open(run_id=run.run_id, incarnation=record.number, adopted=adopted, world=ranks.world)
-        self._client = self._connect(place, policy, run, agent, adopted)
+        self._client = self._connect(place, policy, run, agent, adopted, standby)
         self._unfinished_max = max(1, slots - 2)
         start = adopted[1] if adopted else -1
         self.outcomes = Outcomes(policy, record.number, adopted[1] if adopted else None, place.near)
@@ -554,6 +556,7 @@ class Session:
         run: RunRecord,
         agent: Literal["process", "inline"],
         adopted: Key | None,
+        standby: Standby | None,
     ) -> AgentClient:
         arena = self._tier.arena
         hello = Hello(
@@ -566,7 +569,7 @@ class Session:
             arena=arena.info.path or arena.fileno(),
         )
         settings = agent_settings(place, policy, run.run_id, run.chunk_bytes)
-        return AgentClient.connect(settings, hello, mode=agent, timeout_s=CONNECT_TIMEOUT_S)
+        return AgentClient.connect(settings, hello, mode=agent, timeout_s=CONNECT_TIMEOUT_S, standby=standby)
 
 
 def agent_settings(place: Place, policy: Policy, run_id: str, chunk_bytes: int) -> AgentSettings:
@@ -593,6 +596,5 @@ def agent_settings(place: Place, policy: Policy, run_id: str, chunk_bytes: int) 
 
 def adopted_of(record: IncarnationRecord) -> Key | None:
     """(incarnation, step) that the incarnation started from; None for a fresh start."""
-    if record.adopted_incarnation is None or record.adopted_step is None:
-        return None
-    return record.adopted_incarnation, record.adopted_step
+    incarnation, step = record.adopted_incarnation, record.adopted_step
+    return None if incarnation is None or step is None else (incarnation, step)

@@ -37,6 +37,7 @@ from .protocol import (
     StatusRequest,
     Taken,
 )
+from .spawn import Standby
 from .values import NO_STEP, VERDICTS, AgentSettings, Hello, Progress
 
 STATUS_S = 5.0
@@ -82,7 +83,13 @@ class AgentClient:
     of the parent's is touched.
     """
 
-    def __init__(self, settings: AgentSettings, hello: Hello, inline: InlineAgent | None) -> None:
+    def __init__(
+        self,
+        settings: AgentSettings,
+        hello: Hello,
+        inline: InlineAgent | None,
+        standby: Standby | None = None,
+    ) -> None:
         self._pid = os.getpid()
         self._settings = settings
         self._hello = hello
@@ -103,7 +110,9 @@ class AgentClient:
         self._said_goodbye = False
         self._numbers = itertools.count(1)
         frames = None if inline is None else FrameSocket(inline.socket)
-        self._link = Link(settings, hello, up=self._registered, lost=self._agent_lost, inline=frames)
+        self._link = Link(
+            settings, hello, up=self._registered, lost=self._agent_lost, inline=frames, standby=standby
+        )
         _hook_fork()
         _clients.add(self)
 
@@ -115,12 +124,13 @@ class AgentClient:
         *,
         mode: Literal["process", "inline"] = "process",
         timeout_s: float = 30.0,
+        standby: Standby | None = None,
     ) -> AgentClient:
-        """Register with the agent, which is started if none answers. Raises AgentError (no agent, another
-        release's, another run's), RunInUse (a living process is this rank already)."""
+        """Register with the agent, which is started if none answers (``standby`` becomes it). Raises
+        AgentError (no agent, another release's, another run's), RunInUse (a living process is this rank already)."""
         if mode == "process":
             places.prepare(settings.runtime_dir)
-        client = cls(settings, hello, InlineAgent(settings) if mode == "inline" else None)
+        client = cls(settings, hello, InlineAgent(settings) if mode == "inline" else None, standby)
         try:
             client._await_up(timeout_s)
         except BaseException:

@@ -88,6 +88,7 @@ class Link:
         up: Callable[[], None],
         lost: Callable[[str], None],
         inline: FrameSocket | None = None,
+        standby: spawn.Standby | None = None,
     ) -> None:
         self.state = State.SEEKING
         self.error: EverstepError | None = None
@@ -100,6 +101,8 @@ class Link:
         self._inline = inline is not None
         self._frames: FrameSocket | None = None
         self._start: spawn.Start | None = None
+        self._standby = standby
+        """What the first start is made of, if it is there still."""
         self._starts: deque[float] = deque()
         self._free_start = True
         self._taken = 0
@@ -209,7 +212,8 @@ class Link:
             )
         else:
             try:
-                self._start = spawn.start(self._settings)
+                self._start = spawn.start(self._settings, self._standby)
+                self._standby = None
                 self._to(State.STARTING)
             except (AgentError, OSError) as error:
                 self._go_down(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -57,7 +58,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--ready", default="", help="fd:N, told how the start went")
     parser.add_argument("--foreground", action="store_true", help="stay a child of whoever starts it")
+    parser.add_argument("--standby", action="store_true", help="wait for a line of settings, or for the end")
     options = parser.parse_args(argv)
+    ready = int(options.ready[3:]) if options.ready.startswith("fd:") else -1
+    if options.standby:
+        return _stand_by(int(options.settings[3:]), ready)
     from .values import AgentSettings
 
     if options.settings.startswith("fd:"):
@@ -66,8 +71,36 @@ def main(argv: list[str] | None = None) -> int:
     else:
         with open(options.settings, "rb") as file:
             text = file.read(SETTINGS_BYTES_MAX)
-    ready = int(options.ready[3:]) if options.ready.startswith("fd:") else -1
     return run(AgentSettings.from_json(text.decode()), ready=ready)
+
+
+def _stand_by(settings: int, ready: int) -> int:
+    """Load everything, say our process id, and be the agent of the settings that come; if the trainer ends first, so do
+    we. A line, not the end of the pipe, tells that all has come: what the trainer forked may hold the pipe, too."""
+    _step_back()
+    import json
+
+    from . import places, root, server, service
+    from .journal import LmdbJournal
+    from .spawn import STANDING_BY, open_log
+    from .values import AgentSettings
+
+    del root, server, service, LmdbJournal
+    with contextlib.suppress(OSError):
+        os.write(ready, b"%s %d\n" % (STANDING_BY, os.getpid()))
+    with open(settings, "rb") as file:
+        text = file.readline(2 * SETTINGS_BYTES_MAX)
+    if not text.endswith(b"\n"):
+        return 0
+    given = json.loads(text)
+    os.environ.clear()
+    os.environ.update(given["environment"])
+    found = AgentSettings.from_json(given["settings"])
+    log = open_log(str(found.runtime_dir / places.LOG))
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    return run(found, ready=ready)
 
 
 def run(
@@ -182,6 +215,7 @@ async def _serve(
     await service.close()
 
 
+@functools.cache
 def _step_back() -> None:
     """Training comes first: low CPU and I/O priority, for this thread and those that it starts. As far as
     allowed."""

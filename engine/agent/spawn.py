@@ -3,15 +3,21 @@
 The process is started in a session of its own, without our standard streams (launchers kill process groups
 and wait for pipes), and forks once more, so that it is no child of a trainer: nobody has to reap it, and
 whoever kills trees of processes does not find it. It says on a pipe how its start went.
+
+Most of a start is Python's, which loads modules. So a process may be started before it is known of which run it is to
+be the agent: it loads them, and waits for settings (:class:`Standby`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
 import time
+import weakref
+from io import FileIO
 
 from everstep.errors import AgentError
 
@@ -23,6 +29,12 @@ START_S_MAX = 20.0
 LOG_BYTES_MAX = 4 << 20
 """A larger log is moved aside at a start."""
 LOG_TAIL_BYTES = 2000
+SAID_BYTES_MAX = 100
+"""Of what one that stands by says."""
+LOADING_VARIABLES = ("PYTHON", "LD_", "EVERSTEP_", "FSSPEC_")
+"""Begins of the names of what is read when an agent's modules are loaded; all else may change till it is one."""
+STANDING_BY = b"standing by"
+"""What a process says, with its process id, when it only waits for its settings."""
 REAP_S = 2.0
 
 END_S = 0.5
@@ -55,10 +67,13 @@ class Start:
         if self.outcome is not None:
             return self.outcome
         try:
-            said = os.read(self._pipe, 4096)
-            self._said += said
-            if said and not self._said.endswith(b"\n"):
-                return None
+            while True:
+                said = os.read(self._pipe, 4096)
+                self._said += said
+                if self._said.startswith(STANDING_BY):  # each is said at once, so it has come whole
+                    self._said = self._said.partition(b"\n")[2]
+                if not said or self._said.endswith(b"\n"):
+                    break
             self.outcome = self._said.decode(errors="replace").strip() or self._silent_end()
         except BlockingIOError:
             if time.monotonic() > self._deadline:
@@ -97,28 +112,113 @@ class Start:
         return f"last line of {self._log}: {lines[-1] if lines else '(empty)'}"
 
 
-def start(settings: AgentSettings) -> Start:
-    """Start an agent for ``settings``. Raises AgentError if not even that can be done."""
+class Standby:
+    """A process that has loaded what an agent needs, and becomes one when it is given settings. It knows no run,
+    touches nothing, and ends when this object is closed or dropped, or this process ends. One thread at a time."""
+
+    def __init__(self, process: subprocess.Popen[bytes], settings: FileIO, ready: FileIO) -> None:
+        self._process = process
+        self._settings, self._ready = settings, ready
+        self._loaded_with = _read_at_loading(_environment())
+        self._pid: int | None = None
+        self._end = weakref.finalize(self, _end, os.getpid(), process, settings, ready)
+        _standing_by.add(self)
+
+    @classmethod
+    def begin(cls) -> Standby | None:
+        """One more, not waited for. None where it cannot be started: whoever starts an agent then is told why."""
+        if not sys.executable:
+            return None
+        with contextlib.ExitStack() as stack:
+            try:
+                settings, ready = _pipe(stack), _pipe(stack)
+                process = _popen(settings[0].fileno(), ready[1].fileno(), subprocess.DEVNULL, "--standby")
+            except OSError:
+                return None
+            stack.pop_all()
+        settings[0].close()
+        ready[1].close()
+        for pipe in (settings[1], ready[0]):
+            os.set_blocking(pipe.fileno(), False)
+        return cls(process, settings[1], ready[0])
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, once it has loaded everything; None before that, and when it was lost or used."""
+        if not self._end.alive:
+            return None
+        said = self._ready.read(SAID_BYTES_MAX)
+        if said is not None:  # None: nothing new
+            self._pid = int(said.split()[-1]) if said.startswith(STANDING_BY) else None
+        return self._pid
+
+    def close(self) -> None:
+        """End it, unless it has become an agent. Calling it again does nothing."""
+        self._end()
+
+    def become(self, settings: AgentSettings, log: str) -> Start | None:
+        """Have it be the agent of ``settings``, in this process's environment of now. None where it is gone, or loaded
+        what it has with other variables: then one has to be started."""
+        environment = _environment()
+        if not self._end.alive or self._loaded_with != _read_at_loading(environment):
+            return None
+        told = json.dumps({"settings": settings.to_json(), "environment": environment}).encode() + b"\n"
+        try:
+            if self._settings.write(told) != len(told):
+                return None
+        except OSError:
+            return None
+        pipe = os.dup(self._ready.fileno())
+        self._end.detach()
+        self._settings.close()
+        self._ready.close()
+        return Start(self._process, pipe, log)
+
+
+_standing_by: weakref.WeakSet[Standby] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    """They end with the process that has them, whatever it forked: no child may keep a pipe open."""
+    for standby in list(_standing_by):
+        standby._end.detach()
+        standby._settings.close()
+        standby._ready.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _end(owner: int, process: subprocess.Popen[bytes], settings: FileIO, ready: FileIO) -> None:
+    settings.close()
+    ready.close()
+    if os.getpid() == owner:  # it may not have forked yet
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(REAP_S)
+
+
+def _pipe(stack: contextlib.ExitStack) -> tuple[FileIO, FileIO]:
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    return stack.enter_context(FileIO(reading, "r")), stack.enter_context(FileIO(writing, "w"))
+
+
+def start(settings: AgentSettings, standby: Standby | None = None) -> Start:
+    """Start an agent for ``settings``, out of ``standby`` if that is there still. Raises AgentError if not even that
+    can be done."""
     prepare(settings.runtime_dir)
+    if standby is not None:
+        begun = standby.become(settings, str(settings.runtime_dir / LOG))
+        if begun is not None:
+            return begun
     if not sys.executable:
         raise AgentError("no Python executable to start the agent with", hint='Use agent="inline"')
     log = settings.runtime_dir / LOG
     settings_fd = _pipe_with(settings.to_json().encode())
     ready, ready_child = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    log_fd = _open_log(str(log))
-    command = [sys.executable, "-m", "everstep.agent.main"]
-    command += ["--settings", f"fd:{settings_fd}", "--ready", f"fd:{ready_child}"]
+    log_fd = open_log(str(log))
     try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log_fd,
-            stderr=log_fd,
-            pass_fds=(settings_fd, ready_child),
-            start_new_session=True,
-            cwd="/",
-            env=_environment(),
-        )
+        process = _popen(settings_fd, ready_child, log_fd)
     except OSError as error:
         os.close(ready)
         raise AgentError(
@@ -128,6 +228,21 @@ def start(settings: AgentSettings) -> Start:
         for fd in (settings_fd, ready_child, log_fd):
             os.close(fd)
     return Start(process, ready, str(log))
+
+
+def _popen(settings_fd: int, ready_fd: int, log_fd: int, *more: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "everstep.agent.main"]
+    command += ["--settings", f"fd:{settings_fd}", "--ready", f"fd:{ready_fd}", *more]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log_fd,
+        stderr=log_fd,
+        pass_fds=(settings_fd, ready_fd),
+        start_new_session=True,
+        cwd="/",
+        env=_environment(),
+    )
 
 
 def _pipe_with(data: bytes) -> int:
@@ -144,11 +259,16 @@ def _pipe_with(data: bytes) -> int:
     return reading
 
 
-def _open_log(path: str) -> int:
+def open_log(path: str) -> int:
+    """The agent's log, to be added to."""
     with contextlib.suppress(OSError):
         if os.stat(path).st_size > LOG_BYTES_MAX:
             os.replace(path, path + ".1")
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def _read_at_loading(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(LOADING_VARIABLES)}
 
 
 def _environment() -> dict[str, str]:

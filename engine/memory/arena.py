@@ -193,6 +193,11 @@ class Arena:
             self._populating = threading.Thread(target=target, name="everstep-populate", daemon=True)
             self._populating.start()
 
+    def await_populated(self) -> None:
+        """Until a :meth:`populate` in the background has ended; the kernel's work, about a second per GiB."""
+        if self._populating is not None:
+            self._populating.join()
+
     # -- header
 
     @property
@@ -471,8 +476,7 @@ class Arena:
             self._control.close()
             maps.close_file(self._fd)
             self._fd = -1
-        if self._populating is not None:
-            self._populating.join()
+        self.await_populated()
 
     def _disown(self) -> None:
         if self._term == 0:

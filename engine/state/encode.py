@@ -27,6 +27,7 @@ Handler = Callable[["Encoder", Any, str, Path], Node]
 
 _ATOMS = frozenset({type(None), bool, float})
 _TEXT_KEYS = {str}
+_INTEGERS = {int}
 _PLAIN_KEYS_MAX = 1 << 17
 _plain_keys: set[str] = set()
 """String keys known to need no escape. Only ever added to, or cleared."""
@@ -174,6 +175,10 @@ class Encoder:
     def sequence(self, values: Iterable[Any], text: str, path: Path) -> list[Node]:
         if len(path) > DEPTH_MAX:
             raise self.refuse(values, text, f"containers lie more than {DEPTH_MAX} deep")
+        values = list(values)
+        # The state of Python's random numbers is hundreds of them: a call for each would take a tenth of all.
+        if {*map(type, values)} == _INTEGERS and min(values) >= _INT_MIN and max(values) <= _INT_MAX:
+            return values
         out: list[Node] = []
         parent = f"{text}/[" if text else "["
         for index, value in enumerate(values):

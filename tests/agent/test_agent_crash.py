@@ -244,8 +244,8 @@ def test_an_agent_that_is_killed_while_it_starts_is_followed_by_another(
     starts: list[spawn.Start] = []
     begin = spawn.start
 
-    def start(settings: AgentSettings) -> spawn.Start:
-        starts.append(begin(settings))
+    def start(settings: AgentSettings, standby: spawn.Standby | None = None) -> spawn.Start:
+        starts.append(begin(settings, standby))
         if len(starts) == 1:
             os.killpg(starts[0]._process.pid, signal.SIGKILL)
         return starts[-1]

@@ -11,12 +11,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from everstep.agent import places, protocol, spawn
+from everstep.agent import main, places, protocol, spawn
 from everstep.agent.client import fetch_arenas
 from everstep.agent.link import Link, State
+from everstep.agent.values import AgentSettings
 from everstep.errors import AgentError, RunInUse, SaveFailed
 from everstep.memory.arena import Arena
 from everstep.memory.process import Process
@@ -38,6 +42,51 @@ def test_of_agents_that_start_at_once_one_serves(place: Place) -> None:
     assert ranks[0].agent.status()["pid"] == ranks[1].agent.status()["pid"]
     for trainer in ranks:
         trainer.agent.bye(timeout_s=10)
+
+
+def test_of_processes_that_stand_by_for_a_node_one_serves(place: Place) -> None:
+    """One of them has loaded everything when its settings come, the other has only begun."""
+    place.incarnation(world=2)
+    first = spawn.Standby.begin()
+    assert first is not None
+    pid = until(lambda: first.pid, "a process that stands by")
+    second = spawn.Standby.begin()
+    assert second is not None
+    starts = [spawn.start(place.settings, standby) for standby in (first, second)]
+    assert first.pid is None and second.pid is None and first.become(place.settings, "") is None
+    outcomes = [until(start.look, "an outcome") for start in starts]
+    for start in starts:
+        start.close()
+    assert sorted(outcomes) == [spawn.READY, spawn.TAKEN]
+    agent = place.agent()
+    assert agent is not None and (agent.pid == pid) == (outcomes[0] == spawn.READY)
+
+
+def test_who_stood_by_is_an_agent_in_the_environment_of_then(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places.prepare(place.settings.runtime_dir)
+    (reading, writing), (said, _) = os.pipe(), os.pipe()
+    process: Any = SimpleNamespace(kill=lambda: None, wait=lambda timeout_s: 0)
+    monkeypatch.setenv("GONE", "yes")
+    standby = spawn.Standby(process, FileIO(writing, "w"), FileIO(said, "r"))
+    monkeypatch.delenv("GONE")
+    monkeypatch.setenv("COME", "\n\udcff")
+    assert standby.become(place.settings, "") is not None
+    monkeypatch.undo()
+    out = place.settings.runtime_dir / "said"
+    child = os.fork()
+    if child == 0:  # it replaces its streams
+        os.environ["GONE"] = "yes"
+
+        def run(settings: AgentSettings, *, ready: int) -> int:
+            out.write_text(repr((os.environ.get("GONE"), os.environ.get("COME"), settings == place.settings)))
+            return 0
+
+        main.run = run  # type: ignore[assignment]
+        os._exit(main._stand_by(reading, -1))
+    assert os.waitpid(child, 0)[1] == 0
+    assert out.read_text() == repr((None, "\n\udcff", True))
 
 
 def test_a_start_is_quick_and_light(place: Place) -> None:

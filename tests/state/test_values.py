@@ -142,6 +142,18 @@ def test_numbers_are_exact() -> None:
         float("inf"),
     ]
     assert equal_states(round_trip(values), values) == []
+    for whole in (
+        [1, -(2**63), 2**64 - 1],
+        [1, 2**64],
+        [-(2**63) - 1, 1],
+        [1, True, 0],
+        [1, 1.0],
+        [0, None],
+        [],
+    ):
+        for sequence in (whole, tuple(whole), collections.deque(whole)):
+            found = round_trip(sequence)
+            assert equal_states(found, sequence) == [] and list(map(type, found)) == list(map(type, whole))
     nan = np.frombuffer(np.uint64(0xFFF8_0000_0000_1234).tobytes(), "<f8")[0].item()
     assert np.float64(round_trip(nan)).view("u8") == 0xFFF8_0000_0000_1234
 

@@ -1,0 +1,220 @@
+"""What the first save of a process finds ready: an agent that has loaded everything, and slots that have their
+memory. And who needs neither gets neither."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import everstep
+import pytest
+import torch
+from everstep.agent import places, spawn
+from everstep.errors import AgentError
+from everstep.memory.arena import Arena
+from everstep.memory.mapping import Mapping
+from everstep.memory.process import Process
+
+from .kit import SOON_S, Script, opened, steps_on_disk, until
+
+Starts = list[list[str]]
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> Starts:
+    """The commands of all processes that are started for an agent."""
+    made: Starts = []
+    popen = spawn.subprocess.Popen
+
+    def begin(command: list[str], **options: Any) -> Any:
+        made.append(command)
+        return popen(command, **options)
+
+    monkeypatch.setattr(spawn.subprocess, "Popen", begin)
+    return made
+
+
+def standing_by(ckpt: everstep.Checkpointer) -> Process:
+    """The process that waits to be the agent, once it has loaded everything."""
+    standby = ckpt._standby
+    assert standby is not None
+    found = Process.of(until(lambda: standby.pid, "a process that stands by"))
+    assert found is not None
+    return found
+
+
+def gone(process: Process) -> None:
+    until(lambda: not process.alive(), "the end of a process that stood by")
+
+
+def mapped_bytes(ckpt: everstep.Checkpointer) -> tuple[int, int]:
+    """(bytes of the arena that this process has in its map, all of them)."""
+    assert ckpt._tier is not None
+    address, nbytes = ckpt._tier.arena.mapped
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if line.startswith(f"{address:x}-"):
+            rss = next(line for line in lines if line.startswith("Rss:"))
+            return int(rss.split()[1]) * 1024, nbytes
+    raise AssertionError("the arena is not mapped")
+
+
+def test_after_load_the_agent_is_there_and_the_slots_have_their_memory(root: Path, starts: Starts) -> None:
+    state = {"w": torch.zeros(3 << 20)}
+    with opened(root, agent="process") as ckpt:
+        process = standing_by(ckpt)
+        assert ckpt.load(state) is None
+        found, expected = mapped_bytes(ckpt)
+        assert expected > 3 * state["w"].nbytes and found >= expected
+        arena = ckpt._tier.arena.info.path if ckpt._tier is not None else None
+        ckpt.save(1, state).wait()
+        assert len(starts) == 1, "nothing is started by the first save"
+        assert ckpt._tier is not None and ckpt._tier.arena.info.path == arena, "nor is memory reserved"
+        assert ckpt.agent_pid == process.pid and process.alive()
+        (log,) = (root.parent / "runtime").rglob(places.LOG)
+        assert os.readlink(f"/proc/{process.pid}/fd/2") == str(log)
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) >= 10
+    assert steps_on_disk(root) == [1]
+
+
+def test_a_load_that_finds_nothing_waits_for_memory_and_a_restore_does_not(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    awaited, done = threading.Event(), threading.Event()
+    populate, wait = Mapping.populate, Arena.await_populated
+
+    def populate_when_awaited(self: Mapping) -> None:
+        assert awaited.wait(SOON_S)
+        populate(self)
+        done.set()
+
+    def await_populated(self: Arena) -> None:
+        awaited.set()
+        wait(self)
+
+    monkeypatch.setattr(Mapping, "populate", populate_when_awaited)
+    monkeypatch.setattr(Arena, "await_populated", await_populated)
+    with opened(root) as ckpt:
+        assert ckpt.load({"n": 0}) is None and done.is_set()
+        ckpt.save(1, {"n": 1})
+    awaited.clear()
+    done.clear()
+    with opened(root) as ckpt:
+        assert ckpt.load({"n": 0}) == 1
+        assert not awaited.is_set() and not done.is_set()
+
+
+def test_without_a_load_the_first_step_has_the_process_that_stands_by(root: Path, starts: Starts) -> None:
+    with opened(root, agent="process") as ckpt:
+        process = standing_by(ckpt)
+        ckpt.save(1, {"n": 1})
+        assert ckpt.agent_pid == process.pid and len(starts) == 1
+
+
+def test_where_an_agent_is_there_already_no_process_is_started(root: Path, starts: Starts) -> None:
+    policy = {"linger_s": 30.0}
+    with opened(root, agent="process", policy=policy) as ckpt:
+        ckpt.save(1, {"n": 1}).wait()
+        first = ckpt.agent_pid
+    del starts[:]
+    with opened(root, agent="process", policy=policy) as ckpt:
+        assert ckpt.load({"n": 0}) == 1 and starts == []
+        ckpt.save(2, {"n": 2})
+        assert ckpt.agent_pid == first and starts == []
+
+
+def test_who_only_loads_starts_and_reserves_nothing(root: Path, starts: Starts) -> None:
+    with opened(root) as ckpt:
+        ckpt.save(1, {"n": 1})
+    assert everstep.load(root)["n"] == 1
+    for options in ({"memory": None, "agent": "process"}, {"agent": "inline"}):
+        with opened(root, **options) as ckpt:
+            assert ckpt.load({"n": 0}) == 1
+            assert ckpt._standby is None
+            assert options.get("agent") == "inline" or (ckpt._tier is not None and not ckpt._tier.reserved)
+    assert starts == []
+
+
+def test_a_process_that_stood_by_for_nothing_ends(root: Path) -> None:
+    with opened(root, agent="process") as ckpt:
+        closed = standing_by(ckpt)
+        ckpt.load({"n": 0})
+    gone(closed)
+    ckpt = opened(root, agent="process")
+    dropped = standing_by(ckpt)
+    everstep.opened._newest.clear()
+    del ckpt
+    gone(dropped)
+    opened(root, agent="process").close()  # before it has begun
+    assert not (root.parent / "runtime").exists() and not root.exists()
+
+
+def test_it_ends_with_its_trainer_even_if_that_leaves_children(
+    root: Path, script: Callable[..., Script]
+) -> None:
+    run = script(
+        """
+        ckpt = opened(root, agent="process")
+        pid = until(lambda: ckpt._standby.pid, "a process that stands by")
+        if os.fork() == 0:
+            os.close(1), os.close(2)
+            ckpt.close()
+            assert ckpt._standby.pid is None
+            while os.getppid() != 1:
+                time.sleep(0.05)
+            open(sys.argv[2], "w").close()
+            sys.stdin.read()  # as a worker of a loader that is left behind
+            os._exit(0)
+        say(pid)
+        time.sleep(600)
+        """,
+        root,
+        root.parent / "left",
+    )
+    process = Process.of(int(run.line()))
+    assert process is not None and process.alive()
+    run.signal(signal.SIGKILL)
+    gone(process)
+    until((root.parent / "left").exists, "a child that is left behind")
+    run.go_on()
+
+
+def test_one_that_was_lost_is_no_loss(root: Path, starts: Starts) -> None:
+    with opened(root, agent="process") as ckpt:
+        process = standing_by(ckpt)
+        ckpt.load({"n": 0})
+        os.kill(process.pid, signal.SIGKILL)
+        gone(process)
+        ckpt.save(1, {"n": 1}).wait()
+        assert ckpt.agent_pid not in (None, process.pid) and len(starts) == 2
+
+
+def test_what_was_set_in_the_environment_since_counts(
+    root: Path, starts: Starts, script: Callable[..., Script], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERSTEP_AGENT_POINTS", "kill:no.such.point")
+    with opened(root, agent="process") as ckpt:
+        process = standing_by(ckpt)
+        monkeypatch.delenv(
+            "EVERSTEP_AGENT_POINTS"
+        )  # what is read when modules are loaded: another one is started
+        ckpt.save(1, {"n": 1})
+        assert ckpt.agent_pid not in (None, process.pid) and len(starts) == 2
+        gone(process)
+
+
+def test_that_no_agent_can_be_started_is_told_by_the_first_save(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(root / "none"))
+    ckpt = opened(root, agent="process")
+    assert ckpt._standby is None and ckpt.load({"n": 0}) is None
+    with pytest.raises(everstep.errors.EverstepError) as told:
+        ckpt.save(1, {"n": 1})
+    assert isinstance(told.value, AgentError) or "agent" in str(told.value)
+    ckpt.close(flush=False)
