@@ -29,6 +29,8 @@ from .plan.room import GROWTH
 POLL_MIN_S = 0.0005
 POLL_MAX_S = 0.05
 CLEAN_PAUSE_S = 1.0
+POPULATED_S = 20.0
+"""Bound of the wait for the slots' memory at the start of a new run."""
 """Former ranks' arenas are looked for at most this often: it reads a directory and every header in it."""
 
 SLOTS_BEHIND = 3
@@ -122,8 +124,8 @@ class MemoryTier:
         self._arena = room or self._create(slot_bytes, chunk_bytes)
 
     def await_populated(self) -> None:
-        """Until every slot has its memory, in this process's map."""
-        self.arena.await_populated()
+        """Until every slot has its memory, in this process's map; of large slots the last come behind training."""
+        self.arena.await_populated(POPULATED_S)
 
     def open(self, *, run_id: str, incarnation: int, adopted: Key | None, world: int) -> None:
         """Own the arena for this incarnation. Raises RunInUse if a living process owns it."""

@@ -193,10 +193,11 @@ class Arena:
             self._populating = threading.Thread(target=target, name="everstep-populate", daemon=True)
             self._populating.start()
 
-    def await_populated(self) -> None:
-        """Until a :meth:`populate` in the background has ended; the kernel's work, about a second per GiB."""
+    def await_populated(self, within_s: float | None = None) -> None:
+        """Until a :meth:`populate` in the background has ended (the kernel's work, about a second per GiB), or
+        ``within_s`` seconds have passed."""
         if self._populating is not None:
-            self._populating.join()
+            self._populating.join(within_s)
 
     # -- header
 

@@ -93,9 +93,9 @@ def test_a_load_that_finds_nothing_waits_for_memory_and_a_restore_does_not(
         populate(self)
         done.set()
 
-    def await_populated(self: Arena) -> None:
+    def await_populated(self: Arena, within_s: float | None = None) -> None:
         awaited.set()
-        wait(self)
+        wait(self, within_s)
 
     monkeypatch.setattr(Mapping, "populate", populate_when_awaited)
     monkeypatch.setattr(Arena, "await_populated", await_populated)
