@@ -29,9 +29,9 @@ from .plan.room import GROWTH
 POLL_MIN_S = 0.0005
 POLL_MAX_S = 0.05
 CLEAN_PAUSE_S = 1.0
+"""Former ranks' arenas are looked for at most this often: it reads a directory and every header in it."""
 POPULATED_S = 20.0
 """Bound of the wait for the slots' memory at the start of a new run."""
-"""Former ranks' arenas are looked for at most this often: it reads a directory and every header in it."""
 
 SLOTS_BEHIND = 3
 """Slots of a guarded arena that hold no snapshot without protection: W's, one being flushed, and one to write into."""
