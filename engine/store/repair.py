@@ -31,8 +31,8 @@ from .findings import Finding, Kind, Severity
 from .memories import NO_MEMORY, Memory
 from .mirror import read_small
 from .repair_base import bring_base, directory_of
-from .repair_records import counting_below, hiding_record, is_damaged, passed_record
 from .repair_rank import Share
+from .repair_records import counting_below, hiding_record, is_damaged, passed_record
 from .runs import now
 
 log = logging.getLogger("everstep.store")

@@ -79,7 +79,9 @@ async def passed_record(place: Backend, name: str) -> Manifest | Abort | None:
         return None
     if counting[1].attempt == parsed.attempt:
         return replace(counting[1], revision=None)
-    return Abort(parsed.step, parsed.incarnation, parsed.attempt, "its record was lost; a later decision counts")
+    return Abort(
+        parsed.step, parsed.incarnation, parsed.attempt, "its record was lost; a later decision counts"
+    )
 
 
 async def hiding_record(place: Backend, name: str) -> Tombstone | Quarantine | None:

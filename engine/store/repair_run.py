@@ -149,7 +149,7 @@ async def _check_again(place: Backend, step: int | None, extent: Extent, seen: S
 
 
 async def _after_setting_aside(place: Backend, mended: Mended, step: int | None) -> None:
-    """The findings as they are now. Images are not read again: what was wrong with those that still count is so still."""
+    """The findings as they are now. Images are not read again: what was wrong with one that still counts, is."""
     now = Seen()
     found = await _check_again(place, step, Extent(quick=True), now)
     told = {(finding.kind, finding.name, finding.step, finding.incarnation) for finding in found}
@@ -223,9 +223,7 @@ def _reason(findings: Sequence[Finding]) -> str:
     return told[: REASON_CHARS_MAX - len(more)] + more
 
 
-async def _release(
-    place: Backend, mended: Mended, others: Sequence[Backend], memory: Memory
-) -> list[Repair]:
+async def _release(place: Backend, mended: Mended, others: Sequence[Backend], memory: Memory) -> list[Repair]:
     """Mend what is in quarantine, and let it count again once it is whole: bases before what stands on them."""
     aside = {
         (finding.incarnation, finding.step)

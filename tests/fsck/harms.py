@@ -133,7 +133,11 @@ harm("a tombstone damaged that nothing lies below", names.decision(5, 2, 2), alo
 )
 
 
-@harm("a full in a delta's place that was not decided", ("damage", "undecided", names.decision(4, 2, 2)), alone=EQUAL)
+@harm(
+    "a full in a delta's place that was not decided",
+    ("damage", "undecided", names.decision(4, 2, 2)),
+    alone=EQUAL,
+)
 def _half_merged(root: Path) -> None:
     async def work(backend: LocalBackend) -> None:
         for rank in range(WORLD):
@@ -273,7 +277,9 @@ harm("a layout missing", ("damage", "missing", "LAYOUT"), beside=MENDED, hurts=A
     lambda root: (root / layout_of(root)).unlink()
 )
 UNNEEDED = names.layout("ab" * 16)
-harm("a damaged layout that nothing needs", UNNEEDED, alone=EQUAL)(lambda root: put(root / UNNEEDED, b"no layout"))
+harm("a damaged layout that nothing needs", UNNEEDED, alone=EQUAL)(
+    lambda root: put(root / UNNEEDED, b"no layout")
+)
 
 
 class _Gap(Shape):
