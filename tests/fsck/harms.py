@@ -224,6 +224,14 @@ harm(
 
 # -- votes
 
+BASE_VOTE = names.vote(*place(BASE), 0)
+
+
+@harm("a base with the vote of its delta", BASE_VOTE, alone=MENDED, hurts=(BASE, DELTA))
+def _of_its_delta(root: Path) -> None:
+    (root / BASE_VOTE).write_bytes((root / names.vote(*place(DELTA), 0)).read_bytes())
+
+
 harm("a bit of a vote's header", VOTE, alone=MENDED, hurts=(LAST,))(flips(VOTE, 20))
 harm("a bit of a vote's index", VOTE, alone=MENDED, hurts=(LAST,))(flips(VOTE, -20))
 harm("a vote cut", VOTE, alone=MENDED, hurts=(LAST,))(cuts(VOTE))
