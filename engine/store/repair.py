@@ -102,10 +102,11 @@ class _Work:
 
     @contextmanager
     def telling(self, name: str) -> Iterator[None]:
-        """A place that cannot be written to is damaged as before: why is told of ``name``, or what could not be."""
+        """One thing that cannot be mended, for want of another or because it cannot be written, keeps no other from it:
+        why is told of ``name``, or of what the error names."""
         try:
             yield
-        except (SaveFailed, StorageFull) as error:
+        except (Damaged, SaveFailed, StorageFull) as error:
             self.report.failed[str(error.fields.get("name") or name)] = str(error)
 
     async def shared(self, finding: Finding) -> None:

@@ -10,6 +10,7 @@ import pytest
 from everstep.backends import points
 from everstep.backends.errors import Permanent
 from everstep.backends.files import LocalBackend
+from everstep.format import names
 from everstep.store import fsck
 from everstep.store.findings import Severity, exit_code
 from everstep.store.repair_run import Mended, check_and_mend, check_only, verdict
@@ -85,6 +86,21 @@ def test_what_a_whole_delta_stands_on_is_not_set_aside(tmp_path: Path) -> None:
     mended = mend(root)
     assert (mended.done, files(root)) == ([], before)
     assert [step for _, step in verdict(mended).loadable] == [3, 4]
+
+
+def test_a_base_that_cannot_be_looked_for_keeps_nothing_else_from_repair(whole: Path, tmp_path: Path) -> None:
+    """The run's own record, which is needed for that, is damaged, too."""
+    root, tier = tmp_path / "run", tmp_path / "tier"
+    shutil.copytree(whole, root)
+    shutil.copytree(whole, tier)
+    flip(root / names.RUN, 30)
+    flip(root / names.decision(BASE, 1, 1), 40)
+    flip(root / VOTE, 20)
+    mended = mend(root)
+    assert names.RUN in mended.failed
+    assert [one.severity for one in mended.after if one.name == names.RUN] == [Severity.DAMAGE]
+    mend(root, tier)
+    assert steps_that_load(root) == {1, 2, 3, 4}
 
 
 class Cut(BaseException):
