@@ -52,7 +52,7 @@ class _Checkpoint:
 
     found: StepNames
     decisions: dict[int, Decision]
-    unreadable: list[Finding]
+    unreadable: dict[int, EverstepError]
 
     @property
     def standing(self) -> Manifest | Tombstone | Quarantine | None:
@@ -93,6 +93,8 @@ class Seen:
     counted: set[tuple[int, int]] = field(default_factory=set)
     proved_bytes: int = 0
     unread_bytes: int = 0
+    whole: bool = False
+    """Whether every byte was read, so that what is wrong with a base was told of each delta that needs it."""
 
 
 async def check(
@@ -148,6 +150,7 @@ def _fill(seen: Seen, run: _Run, images: Images) -> None:
     seen.manifests = dict(run.standing)
     seen.counted = {key for key in run.standing if run.lineage is None or run.lineage.counts(*key)}
     seen.proved_bytes, seen.unread_bytes = images.proved_bytes, images.unread_bytes
+    seen.whole = not images.quick and not images.unread_bytes
 
 
 def hurts(found: StepNames) -> str:
@@ -225,15 +228,12 @@ async def _list_all(run: _Run, step: int | None) -> None:
 
 async def _read(run: _Run, found: StepNames) -> _Checkpoint:
     """Read all decisions of one checkpoint."""
-    checkpoint = _Checkpoint(found, {}, [])
+    checkpoint = _Checkpoint(found, {}, {})
     for number in found.decisions:
-        name = names.decision(found.step, found.incarnation, number)
         try:
             decision = await read_decision_at(run.backend, found.step, found.incarnation, number)
-        except (Damaged, UnknownFormat) as error:
-            checkpoint.unreadable.append(_damage(error, name, found, hurts(found)))
-        except CannotTell as error:
-            checkpoint.unreadable.append(_cannot_tell(error, name, found))
+        except (Damaged, UnknownFormat, CannotTell) as error:
+            checkpoint.unreadable[number] = error
         else:
             if decision is not None:
                 checkpoint.decisions[number] = decision
@@ -246,13 +246,15 @@ async def _read(run: _Run, found: StepNames) -> _Checkpoint:
 
 async def _checkpoint(run: _Run, checkpoint: _Checkpoint, images: Images) -> AsyncIterator[Finding]:
     found, standing = checkpoint.found, checkpoint.standing
-    for finding in checkpoint.unreadable:
-        yield finding
+    gone = not any(_files(run, found, attempt) for attempt in found.attempts)
+    for number, error in checkpoint.unreadable.items():
+        yield _unreadable(checkpoint, number, error, gone)
     if isinstance(standing, Quarantine):
         yield _quarantine(found, standing)
     only_aborts = all(isinstance(one, Abort) for one in checkpoint.decisions.values())
     # A mirror that was given up has the abort record alone, whatever the attempt's number was.
-    if not isinstance(standing, Tombstone) and (checkpoint.unreadable or not only_aborts):
+    removed = isinstance(standing, Tombstone) or (checkpoint.unreadable and gone)
+    if not removed and (checkpoint.unreadable or not only_aborts):
         for number in sorted(set(range(1, max(found.decisions, default=0) + 1)) - set(found.decisions)):
             name = names.decision(found.step, found.incarnation, number)
             yield _missing(found, name, "a higher decision is there", "")
@@ -274,6 +276,17 @@ async def _checkpoint(run: _Run, checkpoint: _Checkpoint, images: Images) -> Asy
             )
             why = f"attempt {attempt} was {how}; {len(files)} files remain"
             yield Finding(Severity.INFO, Kind.LEFTOVER, name, found.step, found.incarnation, why)
+
+
+def _unreadable(checkpoint: _Checkpoint, number: int, error: EverstepError, gone: bool) -> Finding:
+    """A decision that cannot be read. It hurts only where none that counts lies above it, and where it may be more than
+    what a removal left behind. ``gone``: of the checkpoint's attempts nothing is there."""
+    found = checkpoint.found
+    name = names.decision(found.step, found.incarnation, number)
+    if isinstance(error, CannotTell):
+        return _cannot_tell(error, name, found)
+    harmless = checkpoint.standing is not None or gone
+    return _damage(error, name, found, "" if harmless else hurts(found))
 
 
 def _missing(found: StepNames, name: str, why: str, hurt: str) -> Finding:
@@ -334,7 +347,8 @@ async def _manifest(
         if isinstance(error, CannotTell):
             finding = _cannot_tell(error, names.checkpoint_dir(found.step, found.incarnation), found)
         else:
-            finding = _damage(error, names.checkpoint_dir(found.step, found.incarnation), found, hurts(found))
+            hurt = "" if error.fields.get("name") in images.passed_by else hurts(found)
+            finding = _damage(error, names.checkpoint_dir(found.step, found.incarnation), found, hurt)
         if finding.name not in reported:
             reported.add(finding.name)
             yield finding
@@ -381,7 +395,7 @@ async def _gather(run: _Run, found: StepNames, manifest: Manifest, rank: int) ->
 async def _undecided(run: _Run, checkpoints: list[_Checkpoint], wait_s: float) -> AsyncIterator[Finding]:
     """Attempts without a decision. One with all its votes is damage, unless a live run decides it
     meanwhile."""
-    open_attempts: list[tuple[StepNames, int, bool]] = []
+    open_attempts: list[tuple[_Checkpoint, int, bool]] = []
     for checkpoint in checkpoints:
         found = checkpoint.found
         undecided = [a for a in found.attempts if a not in found.decisions and _files(run, found, a)]
@@ -392,16 +406,18 @@ async def _undecided(run: _Run, checkpoints: list[_Checkpoint], wait_s: float) -
         except (CannotTell, UnknownFormat) as error:
             yield _cannot_tell(error, names.checkpoint_dir(found.step, found.incarnation), found)
             continue
-        open_attempts += [(found, attempt, attempt in complete) for attempt in undecided]
+        open_attempts += [(checkpoint, attempt, attempt in complete) for attempt in undecided]
     if any(is_complete for _, _, is_complete in open_attempts):
         await asyncio.sleep(wait_s)
-    for found, attempt, is_complete in open_attempts:
+    for checkpoint, attempt, is_complete in open_attempts:
+        found = checkpoint.found
         now = await list_step(run.backend, found.step, found.incarnation)
         if attempt in now.attempts and attempt not in now.decisions:
-            yield _open_attempt(run, found, attempt, is_complete)
+            yield _open_attempt(run, checkpoint, attempt, is_complete)
 
 
-def _open_attempt(run: _Run, found: StepNames, attempt: int, complete: bool) -> Finding:
+def _open_attempt(run: _Run, checkpoint: _Checkpoint, attempt: int, complete: bool) -> Finding:
+    found = checkpoint.found
     reached = run.lineage is None or run.lineage.counts(found.incarnation, found.step)
     if complete and reached:
         name = names.decision(found.step, found.incarnation, attempt)
@@ -412,7 +428,7 @@ def _open_attempt(run: _Run, found: StepNames, attempt: int, complete: bool) -> 
             found.step,
             found.incarnation,
             f"{name} is missing: all votes of attempt {attempt} are there, but no decision",
-            hurts(found),
+            "" if isinstance(checkpoint.standing, Manifest) else hurts(found),
         )
     name = names.attempt_dir(found.step, found.incarnation, attempt)
     if found.key == run.newest:

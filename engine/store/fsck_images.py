@@ -85,6 +85,8 @@ class Images:
         self.named: set[str] = set()
         self.unnamed: set[tuple[int, int, int]] = set()
         """(step, incarnation, rank) where a vote is bad, so that not all that it names is known."""
+        self.passed_by: set[str] = set()
+        """Damaged objects whose images are read as they were written nevertheless."""
         self.bases = Bases()
         self.bases.add(self._find)
         self._expected_ones: dict[Key, Manifest] = {}
@@ -199,8 +201,7 @@ class Images:
                 if self.chunk_bytes is not None:
                     check_record(record, self.chunk_bytes, name)
                 if not self.quick:
-                    errors = await self._object(source, rank, record, name)
-                    return errors or await self._chunks(source, rank, record, name)
+                    return await self._bytes(source, rank, record, name)
             else:
                 await self._size_alone(source, record, name)
         except Pruned:
@@ -212,6 +213,22 @@ class Images:
             if self._progress is not None:
                 self._progress(self._done, self._total)
         return []
+
+    async def _bytes(
+        self, source: DurableSource, rank: int, record: ImageRecord, name: str
+    ) -> list[EverstepError]:
+        """Of an object as it is stored and of the image that it is decoded to. What is wrong with the one alone, loads
+        do not see: ``passed_by`` has its name then."""
+        of_object = await self._object(source, rank, record, name)
+        if of_object and not self._extent.whole:
+            return of_object
+        try:
+            of_image = await self._chunks(source, rank, record, name)
+        except Damaged as error:
+            of_image = [error]
+        if of_object and not of_image:
+            self.passed_by.add(name)
+        return of_object or of_image
 
     async def _size_alone(self, source: DurableSource, record: ImageRecord, name: str) -> None:
         found = await source.size(name)

@@ -10,17 +10,17 @@ no holder has right is never removed: the checkpoint is set aside by a decision 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from everstep.backends.api import Backend
 from everstep.backends.errors import NotFound
 from everstep.backends.points import reach
-from everstep.errors import Damaged, EverstepError, RunError
+from everstep.errors import Damaged, EverstepError, RunError, SaveFailed, StorageFull
 from everstep.format import names
 from everstep.format.layout import compress, layout_hash, proved
-from everstep.format.manifest import Abort, Manifest, Quarantine, decode_decision
+from everstep.format.manifest import Abort, Manifest, Quarantine, decode_decision, encode_decision
 from everstep.format.names import Kind as Name
 from everstep.format.records import decode_incarnation, decode_run
 
@@ -32,6 +32,7 @@ from .memories import NO_MEMORY, Memory
 from .mirror import read_small
 from .repair_base import bring_base, directory_of
 from .repair_rank import Share
+from .repair_records import counting_below, hiding_record, is_damaged, passed_record
 from .runs import now
 
 log = logging.getLogger("everstep.store")
@@ -71,33 +72,23 @@ async def repair(
 ) -> Repairs:
     """Mend at ``target`` what ``findings`` say. ``others`` are further places of the same run, nearest first.
 
-    Raises CannotTell, SaveFailed, StorageFull where ``target`` does not answer: what was mended stays mended. A
-    holder that does not answer is passed by.
+    What cannot be written is told among the failed. Raises CannotTell where ``target`` does not answer: what was mended
+    stays mended. A holder that does not answer is passed by.
     """
     work = _Work(target, others, memory)
     damage = [finding for finding in findings if finding.severity is Severity.DAMAGE]
     places: dict[Place, None] = {}
-    for finding in {
-        finding.name: finding for finding in damage
-    }.values():  # what several checkpoints need, once
-        parsed = names.parse(finding.name)
-        kind = parsed.kind if parsed is not None else None
-        if kind in (Name.RUN, Name.INCARNATION):
-            await work.record(finding.name)
-        elif kind is Name.LAYOUT:
-            await work.layout(finding)
-        elif kind is Name.DECISION and finding.kind is not Kind.UNDECIDED:
-            await work.decision(finding)
-        elif finding.kind is Kind.UNDECIDED:
-            await work.commit(finding)
-        elif directory_of(finding.name) not in (None, (finding.step, finding.incarnation)):
-            await work.base(finding.name)
+    # What several checkpoints need, once.
+    for finding in {finding.name: finding for finding in damage}.values():
+        with work.telling(finding.name):
+            await work.shared(finding)
     for finding in damage:
         if finding.step is not None and finding.incarnation is not None:
             places[finding.step, finding.incarnation] = None
     for place in places:
         wanted = {finding.name for finding in damage if (finding.step, finding.incarnation) == place}
-        await work.checkpoint(place, wanted)
+        with work.telling(names.checkpoint_dir(*place)):
+            await work.checkpoint(place, wanted)
     return work.report
 
 
@@ -108,6 +99,32 @@ class _Work:
         self._others = others
         self._memory = memory
         self._chunk_bytes: int | None = None
+
+    @contextmanager
+    def telling(self, name: str) -> Iterator[None]:
+        """One thing that cannot be mended, for want of another or because it cannot be written, keeps no other from it:
+        why is told of ``name``, or of what the error names."""
+        try:
+            yield
+        except (Damaged, SaveFailed, StorageFull) as error:
+            self.report.failed[str(error.fields.get("name") or name)] = str(error)
+
+    async def shared(self, finding: Finding) -> None:
+        """What is not of one rank of a checkpoint."""
+        parsed = names.parse(finding.name)
+        kind = parsed.kind if parsed is not None else None
+        if kind in (Name.RUN, Name.INCARNATION):
+            await self.record(finding.name)
+        elif kind is Name.LAYOUT:
+            await self.layout(finding)
+        elif kind is Name.GATHER:
+            await self.gather(finding.name)
+        elif kind is Name.DECISION and finding.kind is not Kind.UNDECIDED:
+            await self.decision(finding)
+        elif finding.kind is Kind.UNDECIDED:
+            await self.commit(finding)
+        elif directory_of(finding.name) not in (None, (finding.step, finding.incarnation)):
+            await self.base(finding.name)
 
     # -- what others have under the same name
 
@@ -135,8 +152,19 @@ class _Work:
             proved(data, hash_text, name)
             return True
 
-        if not await self._take(name, is_good, self._others):
+        if await self._take(name, is_good, self._others):
+            return
+        if finding.hurts:
             await self._layout_from_memory(finding, hash_text)
+        elif await is_damaged(self.target, name):
+            await self._set_aside(name)
+            self.done(name, f"kept under {names.QUARANTINE}: nothing needs it")
+
+    async def gather(self, name: str) -> None:
+        """Gathered votes of a checkpoint that counts are of no use any more."""
+        if await is_damaged(self.target, name):
+            await self._set_aside(name)
+            self.done(name, f"kept under {names.QUARANTINE}: nothing needs it")
 
     async def _layout_from_memory(self, finding: Finding, hash_text: str) -> None:
         manifest = None
@@ -159,14 +187,25 @@ class _Work:
     async def decision(self, finding: Finding) -> None:
         """As another place has it; else, where its attempt has all its votes, decided anew."""
         name = finding.name
-        if await self._take_decision(name):
+        passed = await passed_record(self.target, name)
+        if not isinstance(passed, Manifest) and await self._take_decision(name):
+            return
+        if passed is not None:
+            await self.put(name, encode_decision(passed), "written anew: a later decision counts")
             return
         parsed = names.parse(name)
         assert parsed is not None
-        if finding.kind is Kind.DAMAGED and parsed.attempt is not None and await self._complete(parsed):
+        if finding.kind is not Kind.DAMAGED or not await is_damaged(self.target, name):
+            return
+        if parsed.attempt is not None and await self._complete(parsed):
             await self._set_aside(name)
             self.report.failed.pop(name, None)
             await self.commit(finding)
+            return
+        found = await hiding_record(self.target, name)
+        if found is not None:
+            await self._set_aside(name, keep=True)
+            await self.put(name, encode_decision(found), f"written anew: {found.reason}")
 
     async def _take_decision(self, name: str) -> bool:
         """Whether another place has it. What is said against a checkpoint (given up, removed, set aside) is said of
@@ -253,8 +292,9 @@ class _Work:
         self.report.failed.pop(name, None)
         self.report.done.append(Repair(name, *place, how, nbytes))
 
-    async def _set_aside(self, name: str) -> None:
-        """Keep a damaged decision under another name before its own is decided anew."""
+    async def _set_aside(self, name: str, *, keep: bool = False) -> None:
+        """Keep a damaged object under another name; unless it is to ``keep`` its own, too, until that is written anew,
+        it is removed."""
         data = await read_small(self.target, name)
         for number in range(1, ASIDE_MAX + 1):
             aside = names.aside(name, number)
@@ -266,6 +306,8 @@ class _Work:
                     await self.target.write(aside, data)
                 break
         reach("repair.aside", name)
+        if keep:
+            return
         with writing(self.target, name):
             await self.target.delete([name])
 
@@ -326,9 +368,11 @@ class _Work:
             if mine:
                 places = [self.target, *self._others]
                 share = Share(places, manifest, record, self._memory, self._chunk_bytes)
-                failed = await share.mend(mine)
-                for name, how, nbytes in share.mended:
-                    self.done(name, how, nbytes)
+                try:
+                    failed = await share.mend(mine)
+                finally:
+                    for name, how, nbytes in share.mended:
+                        self.done(name, how, nbytes)
                 self.report.failed.update(failed)
 
 
@@ -339,15 +383,8 @@ def _rank_of(name: str) -> int | None:
 
 async def counting_manifest(place: Backend, where: Place) -> Manifest | None:
     """The manifest that counts, or would if the checkpoint were not in quarantine."""
-    try:
-        found = await list_step(place, *where)
-        numbered = await read_numbered(place, found)
-        if numbered is not None and isinstance(numbered[1], Quarantine):
-            lower = tuple([number for number in found.decisions if number < numbered[0]])
-            numbered = await read_numbered(place, replace(found, decisions=lower))
-    except Damaged:
-        return None
-    return numbered[1] if numbered is not None and isinstance(numbered[1], Manifest) else None
+    numbered = await counting_below(place, await list_step(place, *where))
+    return None if numbered is None else numbered[1]
 
 
 async def quarantine(place: Backend, manifest: Manifest, reason: str) -> bool:

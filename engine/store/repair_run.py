@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from everstep.backends.api import Backend
-from everstep.errors import CannotTell, NoCheckpoint
+from everstep.backends.api import Backend, Item, Names
+from everstep.backends.wrap import Wrapper
+from everstep.errors import NoCheckpoint, SaveFailed, StorageFull
 from everstep.format import names
 from everstep.format.manifest import Manifest
 
+from .catalog import list_step
 from .findings import Finding, Kind, Severity
 from .fsck import WHOLE, Progress, Seen, check, finding_of
-from .fsck_images import Extent, Images
+from .fsck_images import Extent
 from .memories import NO_MEMORY, Memory
-from .repair import Repair, counting_manifest, quarantine, release, repair
+from .repair import Repair, quarantine, release, repair
 from .repair_pins import drop_pins
-from .runs import open_run
-from .sources import DurableSource
+from .repair_records import counting_below
 
 log = logging.getLogger("everstep.store")
 
@@ -53,7 +54,8 @@ class Verdict:
 
 
 def verdict(mended: Mended) -> Verdict:
-    """By the findings and, for what was not read, the deltas' bases: what stands on a lost one is lost."""
+    """By the findings and, where not every byte was read, the deltas' bases: what stands on one whose images are
+    damaged may be lost. What else a base stores no delta needs."""
     manifests = mended.seen.manifests
     hurt = [f for f in mended.after if f.severity is Severity.DAMAGE and f.hurts]
     lost = {
@@ -68,14 +70,24 @@ def verdict(mended: Mended) -> Verdict:
     }
     if any(finding.step is None for finding in hurt):
         lost |= set(manifests)
+    spoiled = set() if mended.seen.whole else {key for key in map(_image_of, hurt) if key is not None}
     for key in sorted(manifests, key=lambda key: (key[1], key[0])):
-        if manifests[key].parent_key in lost:
+        if manifests[key].parent_key in spoiled:
             lost.add(key)
+            spoiled.add(key)
     ordered = sorted({*manifests, *lost}, key=lambda key: (key[1] or 0, key[0] or 0))
     return Verdict(
         tuple([key for key in ordered if key not in lost]),
         tuple([(inc, step) for inc, step in ordered if (inc, step) in lost]),
     )
+
+
+def _image_of(finding: Finding) -> Key | None:
+    """The checkpoint whose image the finding is about, which deltas may need."""
+    parsed = names.parse(finding.name)
+    if parsed is None or parsed.kind is not names.Kind.IMAGE:
+        return None
+    return None if parsed.step is None or parsed.incarnation is None else (parsed.incarnation, parsed.step)
 
 
 async def check_only(
@@ -103,26 +115,26 @@ async def check_and_mend(
     aside before and is whole now counts again. Pins that hold nothing, and never will, are removed. Crash-safe: calling
     it again goes on.
 
-    Raises as :func:`~.fsck.check` and :func:`~.repair.repair`.
+    What cannot be written, as on a read-only file system, is told among the failed. Raises as :func:`~.fsck.check` and
+    :func:`~.repair.repair`.
     """
     mended = await check_only(place, step=step, extent=extent, progress=progress)
-    await _release(place, mended.before, others, memory, mended)
     for _ in range(PASSES_MAX):
         report = await repair(place, mended.after, others=others, memory=memory)
-        mended.done += report.done
         mended.failed = report.failed
-        if not mended.done:
+        report.done += await _release(place, mended, others, memory)
+        if not report.done:
             break
+        mended.done += report.done
         # What was mended proves more: with its vote, a rank's images.
         mended.seen = Seen()
         mended.after = await _check_again(place, step, extent, mended.seen)
-        if not report.done:
-            break
     if await _set_aside(place, mended, extent):
-        now = Seen()
-        mended.after = await _check_again(place, step, Extent(quick=True), now)
-        mended.seen.manifests, mended.seen.counted = now.manifests, now.counted
-    dropped = await drop_pins(place, mended.after, others)
+        await _after_setting_aside(place, mended, step)
+    try:
+        dropped = await drop_pins(place, mended.after, others)
+    except (SaveFailed, StorageFull) as error:
+        dropped, mended.failed[names.PINS] = [], str(error)
     gone = {one.name for one in dropped}
     mended.after = [finding for finding in mended.after if finding.name not in gone]
     mended.done += dropped
@@ -136,8 +148,24 @@ async def _check_again(place: Backend, step: int | None, extent: Extent, seen: S
         return []
 
 
+async def _after_setting_aside(place: Backend, mended: Mended, step: int | None) -> None:
+    """The findings as they are now. Images are not read again: what was wrong with one that still counts, is."""
+    now = Seen()
+    found = await _check_again(place, step, Extent(quick=True), now)
+    told = {(finding.kind, finding.name, finding.step, finding.incarnation) for finding in found}
+    mended.after = found + [
+        finding
+        for finding in mended.after
+        if finding.severity in (Severity.DAMAGE, Severity.CANNOT_TELL)
+        and (finding.incarnation, finding.step) in now.manifests
+        and (finding.kind, finding.name, finding.step, finding.incarnation) not in told
+    ]
+    mended.seen.manifests, mended.seen.counted = now.manifests, now.counted
+
+
 async def _set_aside(place: Backend, mended: Mended, extent: Extent) -> bool:
-    """Put the checkpoints that are still damaged in quarantine; whether there were any."""
+    """Put the checkpoints that are still damaged in quarantine; whether there were any. Deltas go before what they
+    stand on: cut off in between, nothing counts whose base does not."""
     if not place.capabilities.atomic_create:
         return False
     damaged: defaultdict[Key, list[Finding]] = defaultdict(list)
@@ -150,9 +178,9 @@ async def _set_aside(place: Backend, mended: Mended, extent: Extent) -> bool:
             damaged[finding.incarnation, finding.step].append(finding)
     manifests = mended.seen.manifests
     whole = [key for key in mended.seen.counted if key not in damaged]
-    bases = {manifest.parent_key for key, manifest in manifests.items() if key not in damaged}
+    needed = _needed(manifests, [key for key in manifests if key not in damaged])
     aside = False
-    for key, findings in damaged.items():
+    for key, findings in sorted(damaged.items(), reverse=True):
         manifest = manifests.get(key)
         if manifest is None:
             continue
@@ -163,13 +191,30 @@ async def _set_aside(place: Backend, mended: Mended, extent: Extent) -> bool:
             )
         elif not whole:
             mended.failed[name] = "left as it is: no other checkpoint is whole, and parts of this one may be"
-        elif key in bases:
+        elif key in needed:
             mended.failed[name] = "left as it is: deltas that are whole stand on it"
-        elif await quarantine(place, manifest, _reason(findings)):
-            aside = True
-            how = "set aside: nobody has it right"
-            mended.done.append(Repair(name, manifest.step, manifest.incarnation, how))
+        else:
+            try:
+                done = await quarantine(place, manifest, _reason(findings))
+            except (SaveFailed, StorageFull) as error:
+                mended.failed[name] = f"not set aside: {error}"
+                break
+            if done:
+                aside = True
+                how = "set aside: nobody has it right"
+                mended.done.append(Repair(name, manifest.step, manifest.incarnation, how))
     return aside
+
+
+def _needed(manifests: Mapping[Key, Manifest], whole: Iterable[Key]) -> set[Key]:
+    """All that the ``whole`` ones stand on."""
+    needed: set[Key] = set()
+    for key in whole:
+        at = manifests[key].parent_key
+        while at is not None and at not in needed:
+            needed.add(at)
+            at = manifests[at].parent_key if at in manifests else None
+    return needed
 
 
 def _reason(findings: Sequence[Finding]) -> str:
@@ -178,33 +223,74 @@ def _reason(findings: Sequence[Finding]) -> str:
     return told[: REASON_CHARS_MAX - len(more)] + more
 
 
-async def _release(
-    place: Backend, findings: Sequence[Finding], others: Sequence[Backend], memory: Memory, mended: Mended
-) -> None:
-    """Mend what is in quarantine, and let it count again once it is whole."""
-    for finding in findings:
-        if finding.kind is not Kind.QUARANTINE or finding.step is None or finding.incarnation is None:
+async def _release(place: Backend, mended: Mended, others: Sequence[Backend], memory: Memory) -> list[Repair]:
+    """Mend what is in quarantine, and let it count again once it is whole: bases before what stands on them."""
+    aside = {
+        (finding.incarnation, finding.step)
+        for finding in mended.after
+        if finding.kind is Kind.QUARANTINE and finding.step is not None and finding.incarnation is not None
+    }
+    done: list[Repair] = []
+    for incarnation, step in sorted(aside):
+        found = await list_step(place, step, incarnation)
+        counting = await counting_below(place, found)
+        if counting is None:
             continue
-        manifest = await counting_manifest(place, (finding.step, finding.incarnation))
-        if manifest is None:
-            continue
-        damage = await _damage_of(place, manifest)
+        number, manifest = counting
+        damage = await _damage_of(place, manifest, number)
         if damage:
             report = await repair(place, damage, others=others, memory=memory)
-            mended.done += report.done
-            damage = await _damage_of(place, manifest)
-        if not damage and await release(place, manifest):
-            how = "whole again: counts as before"
-            mended.done.append(Repair(finding.name, finding.step, finding.incarnation, how))
+            done += report.done
+            if report.done:
+                damage = await _damage_of(place, manifest, number)
+        if any(_hinders(finding) for finding in damage):
+            continue
+        name = names.decision(step, incarnation, max(found.decisions))
+        try:
+            if await release(place, manifest):
+                done.append(Repair(name, step, incarnation, "whole again: counts as before"))
+        except (SaveFailed, StorageFull) as error:
+            mended.failed[name] = str(error)
+    return done
 
 
-async def _damage_of(place: Backend, manifest: Manifest) -> list[Finding]:
-    """Everything that is wrong with a checkpoint, whether or not it counts."""
-    run = await open_run(place)
-    images = Images(place, run.chunk_bytes, WHOLE, None)
-    found = []
-    async for error in images.check(DurableSource(place, manifest, run.chunk_bytes)):
-        if isinstance(error, CannotTell):
-            raise error
-        found.append(finding_of(error, manifest))
-    return found
+def _hinders(finding: Finding) -> bool:
+    return finding.severity is Severity.CANNOT_TELL or bool(finding.hurts)
+
+
+async def _damage_of(place: Backend, manifest: Manifest, number: int) -> list[Finding]:
+    """What the check would say of a checkpoint, of its bases, and of the run, did its decision ``number`` count."""
+    own = manifest.incarnation, manifest.step
+    try:
+        return [
+            finding
+            async for finding in check(_Uncovered(place, manifest, number), step=manifest.step)
+            if finding.severity in (Severity.DAMAGE, Severity.CANNOT_TELL)
+            and ((finding.incarnation, finding.step) == own or finding.step is None)
+        ]
+    except NoCheckpoint as error:  # rotation was faster
+        return [finding_of(error, manifest)]
+
+
+class _Uncovered(Wrapper):
+    """The place without the decisions of a checkpoint that lie above ``number``."""
+
+    def __init__(self, inner: Backend, manifest: Manifest, number: int) -> None:
+        super().__init__(inner)
+        self._directory = names.checkpoint_dir(manifest.step, manifest.incarnation)
+        self._number = number
+
+    async def list(self, prefix: str = "") -> AsyncIterator[Item]:
+        async for item in self.inner.list(prefix):
+            directory, _, child = item.name.rpartition("/")
+            if directory != self._directory or not self._lies_above(child):
+                yield item
+
+    async def list_names(self, prefix: str = "") -> Names:
+        found = await self.inner.list_names(prefix)
+        if prefix.rstrip("/") != self._directory:
+            return found
+        return [child for child in found if not self._lies_above(child)]
+
+    def _lies_above(self, child: str) -> bool:
+        return (names.parse_decision(child) or 0) > self._number

@@ -13,7 +13,7 @@ from typing import Any
 
 from everstep.backends.api import Backend
 from everstep.backends.errors import NotFound
-from everstep.errors import Damaged, EverstepError, RunError
+from everstep.errors import Damaged, EverstepError, RunError, UnsupportedValue
 from everstep.format import names
 from everstep.format.hashing import ChunkHasher, image_root, rank_root
 from everstep.format.manifest import Manifest, RankRecord
@@ -49,7 +49,7 @@ async def remade_votes(
     and what the manifest and neighbouring votes say; from snapshots in other nodes' memory. The caller proves them.
     Raises CannotTell."""
     place = manifest.step, manifest.incarnation, manifest.attempt, record.rank
-    with suppress(NotFound, Damaged):
+    with suppress(NotFound, Damaged, UnsupportedValue):  # the last: what it says cannot be of this place
         data = await read_small(target, names.vote(*place))
         vote = vote_of_index(data, place, manifest.world, record.layout_hash, names.vote(*place))
         yield encode_vote(vote), "its header, from its index"

@@ -17,7 +17,7 @@ from everstep.errors import EverstepError
 from everstep.format import names
 from everstep.format.hashing import image_root, rank_root
 from everstep.format.layout import Box, EntrySpec
-from everstep.format.manifest import Quarantine, Tombstone, encode_decision
+from everstep.format.manifest import Manifest, Quarantine, Tombstone, decode_decision, encode_decision
 from everstep.format.vote import Vote, decode_vote, encode_vote, vote_hash
 from everstep.store import commit
 from everstep.store.commit import abort_attempt
@@ -88,10 +88,63 @@ async def _again(backend: LocalBackend) -> None:
     assert await engine.save(backend, [backend], (2, 5), held_of(5), None, None)
 
 
-@harm("an abort record missing below a manifest", ("damage", "missing", names.decision(5, 2, 1)))
+@harm("an abort record missing below a manifest", ("damage", "missing", names.decision(5, 2, 1)), alone=EQUAL)
 def _gap(root: Path) -> None:
     on(root, _again)
     (root / names.decision(5, 2, 1)).unlink()
+
+
+@harm("a bit of an abort record below a manifest", names.decision(5, 2, 1), alone=EQUAL)
+def _passed(root: Path) -> None:
+    on(root, _again)
+    flip(root / names.decision(5, 2, 1), 40)
+
+
+def _set_aside_once(root: Path) -> None:
+    """The last step was set aside, and counts again."""
+    record = Quarantine(4, 2, 2, "damaged", "2026-01-01T00:00:00Z")
+    (root / names.decision(4, 2, 2)).write_bytes(encode_decision(record))
+    again = replace(manifest_of_first(root), revision=3)
+    (root / names.decision(4, 2, 3)).write_bytes(encode_decision(again))
+
+
+def manifest_of_first(root: Path) -> Manifest:
+    decision = decode_decision((root / MANIFEST).read_bytes(), MANIFEST)
+    assert isinstance(decision, Manifest)
+    return decision
+
+
+for number, record in ((1, "manifest"), (2, "quarantine")):
+
+    @harm(f"a bit of a {record} that was passed by a manifest", names.decision(4, 2, number), alone=EQUAL)
+    def _passed_by_one(root: Path, number: int = number) -> None:
+        _set_aside_once(root)
+        flip(root / names.decision(4, 2, number), 40)
+
+
+@harm("a decision damaged above a manifest", names.decision(4, 2, 2), alone=EQUAL, hurts=(LAST,))
+def _hidden(root: Path) -> None:
+    """Whatever it was, nothing was removed yet."""
+    put(root / names.decision(4, 2, 2), b"{")
+
+
+harm("a tombstone damaged that nothing lies below", names.decision(5, 2, 2), alone=EQUAL)(
+    lambda root: put(root / names.decision(5, 2, 2), b"{")
+)
+
+
+@harm(
+    "a full in a delta's place that was not decided",
+    ("damage", "undecided", names.decision(4, 2, 2)),
+    alone=EQUAL,
+)
+def _half_merged(root: Path) -> None:
+    async def work(backend: LocalBackend) -> None:
+        for rank in range(WORLD):
+            pinned = snapshot((2, 4), rank, held_of(4))
+            await kit.flush(backend, 4, rank, incarnation=2, attempt=2, pinned=pinned)
+
+    on(root, work)
 
 
 @harm("a removal that was cut off", ("warning", "tombstone", names.decision(1, 1, 2)))
@@ -160,6 +213,8 @@ def _baseless(root: Path) -> None:
 
 
 harm("a bit of a base", BASE_IMAGE, alone=ASIDE, beside=MENDED, hurts=(BASE, DELTA))(flips(BASE_IMAGE, -5))
+BASE_STATE = names.state(*place(BASE), 1)
+harm("a bit of a base's state image", BASE_STATE, beside=MENDED, hurts=(BASE,))(flips(BASE_STATE, 9))
 harm(
     "a base's vote missing",
     ("damage", "missing", names.vote(*place(BASE), 1)),
@@ -168,6 +223,14 @@ harm(
 )(removes(names.vote(*place(BASE), 1)))
 
 # -- votes
+
+BASE_VOTE = names.vote(*place(BASE), 0)
+
+
+@harm("a base with the vote of its delta", BASE_VOTE, alone=MENDED, hurts=(BASE, DELTA))
+def _of_its_delta(root: Path) -> None:
+    (root / BASE_VOTE).write_bytes((root / names.vote(*place(DELTA), 0)).read_bytes())
+
 
 harm("a bit of a vote's header", VOTE, alone=MENDED, hurts=(LAST,))(flips(VOTE, 20))
 harm("a bit of a vote's index", VOTE, alone=MENDED, hurts=(LAST,))(flips(VOTE, -20))
@@ -222,7 +285,9 @@ harm("a layout missing", ("damage", "missing", "LAYOUT"), beside=MENDED, hurts=A
     lambda root: (root / layout_of(root)).unlink()
 )
 UNNEEDED = names.layout("ab" * 16)
-harm("a damaged layout that nothing needs", UNNEEDED)(lambda root: put(root / UNNEEDED, b"no layout"))
+harm("a damaged layout that nothing needs", UNNEEDED, alone=EQUAL)(
+    lambda root: put(root / UNNEEDED, b"no layout")
+)
 
 
 class _Gap(Shape):
@@ -334,8 +399,8 @@ harm("a delta missing", ("damage", "missing", DELTA_OBJECT), alone=ASIDE, beside
 )
 
 
-@harm("a bit that decoding passes by", PACKED_OBJECT, alone=ASIDE, beside=MENDED, hurts=(PACKED,))
-def _passed_by(root: Path) -> None:
+@harm("a bit that decoding passes by", PACKED_OBJECT, beside=MENDED)
+def _not_seen(root: Path) -> None:
     """The first bit of the packed object whose change loads do not see."""
     path = root / PACKED_OBJECT
     right = path.read_bytes()
@@ -363,13 +428,13 @@ async def _gather(backend: LocalBackend) -> None:
     assert await gather_votes(backend, *place(LAST), range(WORLD))
 
 
-@harm("a bit of gathered votes", GATHER)
+@harm("a bit of gathered votes", GATHER, alone=EQUAL)
 def _gather_flipped(root: Path) -> None:
     on(root, _gather)
     flip(root / GATHER, 50)
 
 
-@harm("gathered votes of another attempt", GATHER)
+@harm("gathered votes of another attempt", GATHER, alone=EQUAL)
 def _gather_of_others(root: Path) -> None:
     data = (root / VOTE).read_bytes()
     _another_vote(root)

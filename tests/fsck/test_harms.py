@@ -10,8 +10,9 @@ import pytest
 from everstep.backends.files import LocalBackend
 from everstep.errors import EverstepError
 from everstep.format import names
-from everstep.format.manifest import Tombstone, encode_decision
+from everstep.format.manifest import Manifest, Tombstone, encode_decision
 from everstep.store import fsck
+from everstep.store.catalog import list_steps, read_decision
 from everstep.store.findings import Finding, Severity, exit_code
 from everstep.store.fsck_images import Extent
 from everstep.store.repair_run import Mended, check_and_mend, check_only, verdict
@@ -117,14 +118,50 @@ def reaches(whole: Path, root: Path, harm: Harm, reach: Reach, mended: Mended, b
         assert {step for _, step in verdict(mended).lost} == harm.hurts
         assert set(KEYS) - steps_that_load(root) <= harm.hurts | {2}
         assert before == {name: data for name, data in files(root).items() if name in before}  # type: ignore[operator]
-    assert look(root, harm, mend=True).done == [], "a second repair has nothing to do"
+
+
+def listed(root: Path) -> set[int]:
+    """The steps that ``ls`` lists."""
+    found: set[int] = set()
+
+    async def work(backend: LocalBackend) -> None:
+        for one in await list_steps(backend):
+            try:
+                decision = await read_decision(backend, one)
+            except EverstepError:
+                continue
+            found.update([one.step] if isinstance(decision, Manifest) else [])
+
+    on(root, work)
+    return found
+
+
+def ends(root: Path, harm: Harm, others: list[Path], mended: Mended, loaded: set[int]) -> None:
+    """What must be so after every repair: it took nothing away, what is said to load does, and there is no more to do,
+    again and again."""
+    loads = steps_that_load(root) | ({5} & listed(root))
+    assert loaded <= loads
+    told = verdict(mended)
+    kinds = {parsed.kind for one in mended.after if one.hurts and (parsed := names.parse(one.name))}
+    if not kinds & {names.Kind.RUN, names.Kind.INCARNATION}:  # without which this test can load
+        assert {step for _, step in told.loadable} == loads & listed(root)
+    code = exit_code((one.severity for one in mended.after), repaired=bool(mended.done))
+    assert code & 12 or listed(root) <= loads
+    places = [root, *others]
+    before = [files(place) for place in places]
+    again = look(root, harm, *others, mend=True)
+    assert again.done == [], "a second repair has nothing to do"
+    assert [files(place) for place in places] == before
+    assert said(again.after) == said(mended.after) == said(look(root, harm).after)
+    assert verdict(again) == told
+    assert mended.done or again.failed == mended.failed
 
 
 CASES = [
     pytest.param(what, alone, id=f"{what}, {'alone' if alone else 'beside'}")
     for what, harm in HARMS.items()
     for alone in (True, False)
-    if harm.silent is None and (alone or harm.beside is not Reach.LEFT)
+    if harm.silent is None
 ]
 
 
@@ -133,11 +170,14 @@ def test_what_repair_reaches(whole: Path, tmp_path: Path, what: str, alone: bool
     root, tier, harm = tmp_path / "run", tmp_path / "tier", HARMS[what]
     shutil.copytree(whole, root)
     harm.make(root)
-    before = files(root)
+    before, loaded = files(root), steps_that_load(root)
     if not alone:
         shutil.copytree(whole, tier)
-    mended = look(root, harm, *([] if alone else [tier]), mend=True)
+    others = [] if alone else [tier]
+    mended = look(root, harm, *others, mend=True)
     reaches(whole, root, harm, harm.alone if alone else harm.beside, mended, before)
+    if ("cannot-tell", "cannot-tell") not in {one[:2] for one in said(mended.after)}:
+        ends(root, harm, others, mended, loaded)
     assert alone or files(tier) == files(whole)
 
 
