@@ -40,6 +40,8 @@ class Kind(enum.Enum):
     """A damaged object that was kept when it was made anew."""
     TEMPORARY = "temporary"
     """An unfinished file of a writer that died, or that is at work."""
+    NODE_TIER = "node-tier"
+    """The place is a node's own tier."""
     FOREIGN = "foreign"
     """A name that is not ours, or that nothing names."""
     CANNOT_TELL = "cannot-tell"
