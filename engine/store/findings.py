@@ -33,7 +33,7 @@ class Kind(enum.Enum):
     CHAIN = "chain"
     """A delta whose base is not there."""
     PIN = "pin"
-    """A pin that has expired, or whose checkpoint is not there."""
+    """A pin that has expired, whose checkpoint is not there, or that cannot be read (which is damage)."""
     PEER = "peer"
     """Another node whose memory could not be asked."""
     ASIDE = "aside"
