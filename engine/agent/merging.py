@@ -329,8 +329,7 @@ class Merges:
         reach("merge.told", str(entry.step))
         await self._owner.merged(entry, full)
         reach("merge.settled", str(entry.step))
-        if full is not None:
-            self._owner.rotate(entry.incarnation)
+        self._owner.rotate(entry.incarnation)  # what was held for it may go
 
 
 def merge_of(entries: Sequence[JobEntry], manifest: Manifest) -> MergeEntry | None:

@@ -300,6 +300,8 @@ class Service:
         self.beacons.changed()
         peer.send(Goodbye(request.number))
         self.keep(self._orphans.look())
+        if self.settings.deltas and request.flush and not self.members.anyone_here:
+            self.rotate(member.incarnation)  # what further deltas might have stood on may go
 
     def _send_arenas(self, peer: Peer, request: ArenasRequest) -> None:
         """Where each rank's arena is; those without a path only to whoever takes their descriptors."""
@@ -507,6 +509,7 @@ class Service:
             self._in_use,
             self._rotated,
             lambda: self.tiers.owed() | bases_of(self._pipeline.flushes()),
+            lambda: self.members.anyone_here,
         )
         self._rotator.deltas = self.settings.deltas
         await self.tiers.open(self._guarded, record)

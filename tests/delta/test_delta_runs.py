@@ -9,7 +9,7 @@ from typing import Any
 import everstep
 import pytest
 import torch
-from everstep.errors import Damaged
+from everstep.errors import Damaged, StorageFull
 from everstep.store.commit import abort_attempt, try_commit
 from everstep.store.sources import DurableSource
 
@@ -290,6 +290,31 @@ def test_what_deltas_stand_on_stays(root: Path) -> None:
     there = stands(root)
     assert {10, 11} < set(there)
     assert is_bit_equal(root, 10, work) and is_bit_equal(root, 11, work)
+
+
+@pytest.mark.parametrize("ends", ["merged", "given up"])
+def test_when_the_job_and_its_merges_are_over_nothing_stays_that_no_rule_keeps(
+    root: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """Whatever comes last: the trainer's end, or that of a merge."""
+    work, calm = Adapter(), [False]
+    monkeypatch.setattr("everstep.agent.tiers.Tiers.is_recovering", lambda self: not calm[0])
+    monkeypatch.setattr("everstep.agent.service.Service._linger_s", 60.0)
+    if ends == "given up":
+        monkeypatch.setattr("everstep.agent.merging.merge_rank", _cannot_merge)
+    ckpt = deltas(root, full_every=None, keep_last=1, max_chain=2)
+    ckpt.load(work.at(0))
+    train(ckpt, work, range(1, 6))
+    assert ckpt.status()["agent"]["merging"]
+    ckpt.save(6, work.at(6)).wait()
+    calm[0] = True
+    ckpt.close()
+    until(lambda: steps_on_disk(root) == [6], "the rest is removed")
+    assert is_bit_equal(root, 6, work)
+
+
+async def _cannot_merge(*given: Any, **more: Any) -> None:
+    raise StorageFull("no room", step=3)
 
 
 def test_a_load_of_a_delta_that_becomes_a_full_meanwhile(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
