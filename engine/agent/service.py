@@ -448,9 +448,10 @@ class Service:
             self._events.append(progress.stage, **event_of(progress))
             self.keep(self._write_events())
 
-    def rotate(self, incarnation: int) -> None:
+    def rotate(self, incarnation: int, *, full: bool = False) -> None:
         """After a commit, and when the storage was full: what retention gives up, or gave up since it was changed,
         is the room that the next flush needs. On the node that has rank 0."""
+        self.tiers.make_way() if full else None
         if incarnation == self.members.newest:
             self.members.let_go(nameless=True)
         if self._rotator is not None and 0 in self.members.arenas():

@@ -9,7 +9,8 @@ from typing import Any
 import everstep
 import pytest
 import torch
-from everstep.errors import Damaged, StorageFull
+from everstep.agent import pipeline
+from everstep.errors import Damaged, SaveFailed, StorageFull
 from everstep.store.commit import abort_attempt, try_commit
 from everstep.store.sources import DurableSource
 
@@ -311,6 +312,45 @@ def test_when_the_job_and_its_merges_are_over_nothing_stays_that_no_rule_keeps(
     ckpt.close()
     until(lambda: steps_on_disk(root) == [6], "the rest is removed")
     assert is_bit_equal(root, 6, work)
+
+
+@pytest.mark.filterwarnings("ignore:everstep. step:RuntimeWarning")
+@pytest.mark.parametrize("busy", [True, False])
+def test_on_a_full_disk_merges_make_way(root: Path, monkeypatch: pytest.MonkeyPatch, busy: bool) -> None:
+    """What is held for them goes, and the next flush has its room."""
+    work, full, calm = Adapter(), [False], [busy]
+    monkeypatch.setattr("everstep.agent.tiers.Tiers.is_recovering", lambda self: not calm[0])
+    if busy:  # else it has not begun
+        monkeypatch.setattr("everstep.agent.merging.merge_rank", _is_slow)
+    flush_rank = pipeline.flush_rank
+
+    async def flush(*given: Any, **more: Any) -> Any:
+        if full[0]:
+            raise StorageFull("no room")
+        return await flush_rank(*given, **more)
+
+    monkeypatch.setattr(pipeline, "flush_rank", flush)
+    ckpt = deltas(root, full_every=None, keep_last=1, max_chain=2, failures_max=None)
+    ckpt.load(work.at(0))
+    train(ckpt, work, range(1, 7))
+    held = ckpt.status()["agent"]["merging"]
+    assert held and set(held) <= set(steps_on_disk(root))
+    full[0] = True
+    with pytest.raises(SaveFailed, match="no room"):
+        ckpt.save(7, work.at(7)).wait()
+    calm[0] = True
+    until(lambda: not ckpt.status()["agent"]["merging"], "they are given up")
+    assert all(one.kind == "delta" for step, one in stands(root).items() if step in held)
+    full[0] = False
+    ckpt.save(8, work.at(8)).wait()
+    ckpt.save(9, work.at(9)).wait()
+    until(lambda: steps_on_disk(root) == [8, 9], "what was held is removed")
+    ckpt.close()
+    assert is_bit_equal(root, 9, work)
+
+
+async def _is_slow(*given: Any, **more: Any) -> None:
+    await asyncio.sleep(3600)
 
 
 async def _cannot_merge(*given: Any, **more: Any) -> None:
