@@ -24,7 +24,7 @@ from everstep.backends.api import Backend, Notes
 from everstep.backends.errors import BackendError
 from everstep.backends.limit import Limit
 from everstep.backends.points import reach
-from everstep.errors import EverstepError, Pruned, SaveAbandoned, StorageFull
+from everstep.errors import Damaged, EverstepError, Pruned, SaveAbandoned, StorageFull
 from everstep.format import names
 from everstep.format.manifest import Abort, Manifest
 from everstep.format.records import RunRecord
@@ -250,8 +250,19 @@ class Merges:
         return await self._conclude(entry)
 
     async def _rank(self, entry: MergeEntry, rank: int) -> None:
+        try:
+            await self._write(entry, rank, self._owner.near)
+        except Damaged as error:
+            if self._owner.near is None:
+                raise
+            log.info(
+                "step %d: the root's share is taken: %s", entry.step, error
+            )  # the node's may just have gone
+            await self._write(entry, rank, None)
+
+    async def _write(self, entry: MergeEntry, rank: int, near: Backend | None) -> None:
         key = entry.incarnation, entry.step
-        source = await rank_source(key, rank, self._backend, self._owner.near, self._run)
+        source = await rank_source(key, rank, self._backend, near, self._run)
         work = FlushJob(entry.step, entry.incarnation, entry.attempt, rank, entry.world)
         await patiently(
             lambda: merge_rank(
@@ -339,7 +350,10 @@ class Merges:
     ) -> None:
         full = decision if isinstance(decision, Manifest) and decision.kind == FULL else None
         wire = None
-        if full is None:
+        if full is None and isinstance(error, Pruned):
+            # Asked for, by a prune say: nothing stays a delta.
+            log.info("step %d is not made a full: it was removed", entry.step)
+        elif full is None:
             words = error or error_of(decision, self._backend.url)
             log.warning("step %d stays a delta: %s", entry.step, words)
             wire = words.to_wire()

@@ -9,7 +9,9 @@ from typing import Any
 import everstep
 import pytest
 import torch
+from click.testing import CliRunner
 from everstep.agent import pipeline
+from everstep.cli.main import main
 from everstep.errors import Damaged, SaveFailed, StorageFull
 from everstep.store.commit import abort_attempt, try_commit
 from everstep.store.sources import DurableSource
@@ -347,6 +349,25 @@ def test_on_a_full_disk_merges_make_way(root: Path, monkeypatch: pytest.MonkeyPa
     until(lambda: steps_on_disk(root) == [8, 9], "what was held is removed")
     ckpt.close()
     assert is_bit_equal(root, 9, work)
+
+
+def test_a_prune_of_what_is_to_be_merged_is_no_trouble(
+    root: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    work, calm = Adapter(), [False]
+    monkeypatch.setattr("everstep.agent.tiers.Tiers.is_recovering", lambda self: not calm[0])
+    ckpt = deltas(root, full_every=None, max_chain=2)
+    ckpt.load(work.at(0))
+    train(ckpt, work, range(1, 7))
+    held = ckpt.status()["agent"]["merging"]
+    ckpt.save(7, work.at(7)).wait()
+    said = CliRunner().invoke(main, ["prune", str(root), "--keep-last", "1"])
+    assert said.exit_code == 0 and held and not set(held) & set(steps_on_disk(root))
+    calm[0] = True
+    until(lambda: not ckpt.status()["agent"]["merging"], "they are let go of")
+    ckpt.step(8, work.at(8)).wait()
+    ckpt.close()
+    assert not [one for one in recwarn if issubclass(one.category, RuntimeWarning)]
 
 
 async def _is_slow(*given: Any, **more: Any) -> None:

@@ -149,7 +149,9 @@ def test_one_that_cannot_be_read_is_damage_and_holds_what_is_there(
         goes = STATES[state][1]
         mended = await check_and_mend(backend)
         told = [(one.severity, one.hurts) for one in mended.after if one.kind is Kind.PIN]
-        assert (told, (tmp_path / name).exists()) == (([], False) if goes else ([(Severity.DAMAGE, "")], True))
+        assert (told, (tmp_path / name).exists()) == (
+            ([], False) if goes else ([(Severity.DAMAGE, "")], True)
+        )
         assert goes or "unpin" in mended.failed[name]
         await remove_pins(backend, [name.rpartition("/")[2].removesuffix(".json")])
         assert not [one for one in (await check_only(backend)).after if one.kind is Kind.PIN]
