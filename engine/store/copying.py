@@ -51,10 +51,11 @@ Progress = Callable[[int, int], None]
 class CopyReport:
     """What :func:`copy_run` came to, by (incarnation, step).
 
-    ``copied`` now stand at the target, ``present`` stood there before, and ``resent`` are those of them of which objects
-    were missing there, or cut, and were sent again. ``pruned`` were removed at the source meanwhile.
+    ``copied`` now stand at the target, ``present`` stood there before, and ``resent`` are those of them of which
+    objects were missing there, or cut, and were sent again. ``pruned`` were removed at the source meanwhile.
     ``refused`` were given up or removed at the target: what stands there counts. ``failed`` are damaged at the source
-    (or at the target, by their sizes, and the source has another attempt), or deltas whose base is missing. ``sent_bytes`` were sent of ranks that were copied whole.
+    (or at the target, by their sizes, and the source has another attempt), or deltas whose base is missing.
+    ``sent_bytes`` were sent of ranks that were copied whole.
     """
 
     run_id: str

@@ -189,5 +189,5 @@ def _finding(
 ) -> Finding:
     """It hurts no checkpoint: loads take from the root what is not right here."""
     at = str(error.fields.get("name") or name)
-    place = (found.step, found.incarnation) if found is not None else (None, None)
-    return Finding(severity, kind, at, *place, str(error).removeprefix(f"{at}: "))
+    step, incarnation = (None, None) if found is None else found.place
+    return Finding(severity, kind, at, step, incarnation, str(error).removeprefix(f"{at}: "))

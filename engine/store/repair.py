@@ -135,7 +135,7 @@ class _Work:
 
         if not await self._take(name, is_good, await self._same_run()):
             pin_id = name.rpartition("/")[2].removesuffix(".json")
-            why = f"no other place has it; everstep unpin --id {pin_id} lets go of the checkpoint, everstep pin holds it"
+            why = f"no other place has it; everstep unpin --id {pin_id} lets go of the checkpoint"
             self.report.failed[name] = why
 
     async def layout(self, finding: Finding) -> None:

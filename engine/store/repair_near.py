@@ -59,8 +59,9 @@ async def mend_near(
     extent: Extent,
     progress: Progress | None = None,
 ) -> Mended:
-    """Check a node's own tier and mend its damaged objects from itself, ``others`` and ``memory``. What nobody has right
-    stays as it is: loads take it from the root. Raises as :func:`~.fsck_near.check_near` and :func:`~.repair.repair`."""
+    """Check a node's own tier and mend its damaged objects from itself, ``others`` and ``memory``. What nobody has
+    right stays as it is: loads take it from the root. Raises as :func:`~.fsck_near.check_near` and
+    :func:`~.repair.repair`."""
     mended = await look_near(near, others=others, step=step, extent=extent, progress=progress)
     for _ in range(PASSES_MAX):
         damage = [finding for finding in mended.after if finding.severity is Severity.DAMAGE]

@@ -20,8 +20,9 @@ from .runs import incarnation_numbers
 
 async def drop_pins(place: Backend, findings: Collection[Finding], others: Sequence[Backend]) -> list[Repair]:
     """Remove the pins of ``findings`` whose checkpoint is removed, and that have expired, or whose checkpoint cannot
-    come back: nothing of it is left here that could count, nor at ``others``. What is damaged, set aside or not decided
-    may be mended: its pins stay, as do those of a newer format. When a pin that cannot be read expires is not known. Raises CannotTell, SaveFailed."""
+    come back: nothing of it is left here that could count, nor at ``others``. What is damaged, set aside or not
+    decided may be mended: its pins stay, as do those of a newer format. When a pin that cannot be read expires is not
+    known. Raises CannotTell, SaveFailed."""
     told = {finding.name for finding in findings if finding.kind is Kind.PIN}
     dropped = []
     for held in await list_pins(place) if told else ():

@@ -71,8 +71,9 @@ def proved_at(events: list[Event]) -> dict[Key, float]:
 
 
 def next_due(keys: list[Key], proved: Mapping[Key, float], every_s: float, now_s: float) -> Key | None:
-    """The checkpoint to prove next: one that never was, or is damaged, the newest first, for it is what a restart needs; then the one
-    whose proof is oldest, once it is older than ``every_s``. A proof from the future counts as made now."""
+    """The checkpoint to prove next: one that never was, or is damaged, the newest first, for it is what a restart
+    needs; then the one whose proof is oldest, once it is older than ``every_s``. A proof from the future counts as
+    made now."""
     never = [key for key in keys if key not in proved]
     if never:
         return max(never, key=lambda key: (key[1], key[0]))

@@ -142,12 +142,12 @@ def test_a_step_and_itself_are_equal_without_a_byte_read(made_run: Path) -> None
 
 
 def test_equal_and_empty_tensors_have_numbers_too(tmp_path: Path) -> None:
-    state = {"same": torch.ones(4), "empty": torch.ones(0), "flags": torch.ones(3, dtype=torch.bool)}
+    state = {"same": torch.ones(4), "empty": torch.ones(0), "bits": torch.ones(3, dtype=torch.bool)}
     root = saved(tmp_path / "run", state, {**state, "n": 1})
     found = {t["key"]: t for t in everstep("diff", root, "1", "2", "--all", "--json").json["tensors"]}
     for key in ("same", "empty"):
         assert [found[key][name] for name in ("max_abs", "norm", "relative_norm")] == [0.0, 0.0, 0.0]
-    assert "max_abs" not in found["flags"]
+    assert found["bits"]["max_abs"] == 0.0
 
 
 def test_steps_of_a_training(made_run: Path) -> None:

@@ -12,11 +12,11 @@ import pytest
 from everstep.agent.client import Progress
 from everstep.agent.flushes import Flush, Job
 from everstep.agent.journal import JobEntry, LmdbJournal, MergeEntry, MirrorEntry
-from everstep.errors import EverstepError
 from everstep.agent.merging import WAIT_S, WAITING_MAX, Merges, merge_of
 from everstep.agent.mirrors import Line
 from everstep.agent.uploads import _spare
 from everstep.agent.writing import Jobs
+from everstep.errors import EverstepError
 from everstep.outcomes import Outcomes
 from everstep.plan.chains import Key
 
