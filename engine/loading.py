@@ -301,11 +301,14 @@ class Loader:
                 hint="The run is being written; try again.",
             )
         if self._skipped:
+            one = step is not None
             raise Damaged(
-                "no checkpoint of this run can be loaded",
+                f"step {step} cannot be loaded" if one else "no checkpoint of this run can be loaded",
                 found="; ".join(self._skipped),
-                expected="one good checkpoint",
-                hint='Look with `everstep fsck`; to start again from nothing, open with fresh="why".',
+                expected="a good checkpoint of that step" if one else "one good checkpoint",
+                hint="Look with `everstep fsck`; without `step=` the newest good one is loaded."
+                if one
+                else 'Look with `everstep fsck`; to start again from nothing, open with fresh="why".',
                 name=self._backend.url,
             )
 

@@ -24,7 +24,7 @@ from everstep.backends.api import Backend, Notes
 from everstep.backends.errors import BackendError
 from everstep.backends.limit import Limit
 from everstep.backends.points import reach
-from everstep.errors import EverstepError, Pruned, SaveAbandoned, StorageFull
+from everstep.errors import Damaged, EverstepError, Pruned, SaveAbandoned, StorageFull
 from everstep.format import names
 from everstep.format.manifest import Abort, Manifest
 from everstep.format.records import RunRecord
@@ -132,6 +132,9 @@ class Merges:
         self._waiting: deque[MergeEntry] = deque()
         self._now: MergeEntry | None = None
         self._wake = asyncio.Event()
+        self._merging: asyncio.Task[Manifest | Abort] | None = None
+        self._yields = False
+        """Whether what is merged now makes way."""
         self._dropping: set[asyncio.Task[None]] = set()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="everstep-merge")
         self._task = asyncio.ensure_future(self._work())
@@ -156,10 +159,19 @@ class Merges:
             if entry.key not in [known.key for known in self._all()]:
                 self._waiting.append(entry)
         while len(self._waiting) > WAITING_MAX:
-            task = asyncio.ensure_future(self._drop(self._waiting.popleft()))
-            self._dropping.add(task)
-            task.add_done_callback(self._dropping.discard)
+            entry = self._waiting.popleft()
+            why = f"step {entry.step} stays a delta: newer ones are to be made fulls"
+            self._drop(entry, SaveAbandoned(why, step=entry.step))
         self._wake.set()
+
+    def make_way(self) -> None:
+        """The root is full: flushes need the room that fulls would take, and that of what is held for them."""
+        while self._waiting:
+            entry = self._waiting.popleft()
+            self._drop(entry, _no_room(entry))
+        self._yields = True
+        if self._merging is not None:
+            self._merging.cancel()
 
     def rest(self) -> list[MergeEntry]:
         """What is left."""
@@ -178,7 +190,7 @@ class Merges:
             while not self._waiting:
                 self._wake.clear()
                 await self._wake.wait()
-            self._now = self._waiting.popleft()
+            self._now, self._yields = self._waiting.popleft(), False
             await self._see_through(self._now)
             self._now = None
 
@@ -188,7 +200,7 @@ class Merges:
         began = time.monotonic()
         for left in range(TRIES_MAX - 1, -1, -1):
             try:
-                await self._end(entry, began, await self._merge(entry))
+                await self._end(entry, began, await self._try(entry))
                 return
             except Exception as error:
                 if not isinstance(error, (BackendError, EverstepError, OSError)):
@@ -199,6 +211,23 @@ class Merges:
                     return
                 log.warning("step %d could not be made a full: %s", entry.step, words)
             await asyncio.sleep(PAUSE_S * random.uniform(0.5, 1.0))
+
+    async def _try(self, entry: MergeEntry) -> Manifest | Abort:
+        """As :meth:`_merge`, until it makes way: StorageFull."""
+        if self._yields:
+            raise _no_room(entry)
+        self._merging = task = asyncio.ensure_future(self._merge(entry))
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            raise
+        finally:
+            self._merging = None
+        if task.cancelled():
+            raise _no_room(entry)
+        return task.result()
 
     async def _merge(self, entry: MergeEntry) -> Manifest | Abort:
         """The decision on the attempt. Pruned: the checkpoint is not there any more."""
@@ -221,8 +250,19 @@ class Merges:
         return await self._conclude(entry)
 
     async def _rank(self, entry: MergeEntry, rank: int) -> None:
+        try:
+            await self._write(entry, rank, self._owner.near)
+        except Damaged as error:
+            if self._owner.near is None:
+                raise
+            log.info(
+                "step %d: the root's share is taken: %s", entry.step, error
+            )  # the node's may just have gone
+            await self._write(entry, rank, None)
+
+    async def _write(self, entry: MergeEntry, rank: int, near: Backend | None) -> None:
         key = entry.incarnation, entry.step
-        source = await rank_source(key, rank, self._backend, self._owner.near, self._run)
+        source = await rank_source(key, rank, self._backend, near, self._run)
         work = FlushJob(entry.step, entry.incarnation, entry.attempt, rank, entry.world)
         await patiently(
             lambda: merge_rank(
@@ -276,9 +316,10 @@ class Merges:
 
     # -- ends
 
-    async def _drop(self, entry: MergeEntry) -> None:
-        why = f"step {entry.step} stays a delta: newer ones are to be made fulls"
-        await self._give_up(entry, time.monotonic(), SaveAbandoned(why, step=entry.step))
+    def _drop(self, entry: MergeEntry, error: EverstepError) -> None:
+        task = asyncio.ensure_future(self._give_up(entry, time.monotonic(), error))
+        self._dropping.add(task)
+        task.add_done_callback(self._dropping.discard)
 
     async def _give_up(self, entry: MergeEntry, began: float, error: EverstepError) -> None:
         """For all nodes, unless it is a full already."""
@@ -309,7 +350,10 @@ class Merges:
     ) -> None:
         full = decision if isinstance(decision, Manifest) and decision.kind == FULL else None
         wire = None
-        if full is None:
+        if full is None and isinstance(error, Pruned):
+            # Asked for, by a prune say: nothing stays a delta.
+            log.info("step %d is not made a full: it was removed", entry.step)
+        elif full is None:
             words = error or error_of(decision, self._backend.url)
             log.warning("step %d stays a delta: %s", entry.step, words)
             wire = words.to_wire()
@@ -329,8 +373,11 @@ class Merges:
         reach("merge.told", str(entry.step))
         await self._owner.merged(entry, full)
         reach("merge.settled", str(entry.step))
-        if full is not None:
-            self._owner.rotate(entry.incarnation)
+        self._owner.rotate(entry.incarnation)  # what was held for it may go
+
+
+def _no_room(entry: MergeEntry) -> StorageFull:
+    return StorageFull(f"step {entry.step} makes way: a flush found no room", step=entry.step)
 
 
 def merge_of(entries: Sequence[JobEntry], manifest: Manifest) -> MergeEntry | None:

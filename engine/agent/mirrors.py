@@ -261,7 +261,9 @@ class Line:
                 decision = await self._mirror(entry)
                 break
             except (Pruned, SaveAbandoned) as error:
-                await self._end(entry, began, "mirror_dropped", error)
+                gone = isinstance(error, Pruned)
+                told = self._dropped(entry, "it was removed at the root meanwhile") if gone else error
+                await self._end(entry, began, "mirror_dropped", told)
                 return
             except Exception as error:
                 if not isinstance(error, (BackendError, EverstepError, OSError)):

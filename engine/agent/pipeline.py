@@ -466,7 +466,7 @@ class Pipeline:
         """The root fails, and is tried again: told each time that there were twice as many failures. Rotation may make
         the room that is needed."""
         if isinstance(error, StorageFull):
-            self._owner.rotate(flush.incarnation)
+            self._owner.rotate(flush.incarnation, full=True)
         if failures & (failures - 1) == 0 and isinstance(error, Exception):
             rank = None if job is None else job.entry.rank
             words = in_our_words(error, step=flush.step, rank=rank, tier=self.backend.url)
@@ -560,7 +560,7 @@ class Pipeline:
         self._queue.look()
         self._say(flush, stage, error=error, decided=manifest)
         if stage == "committed" or isinstance(error, StorageFull):
-            self._owner.rotate(flush.incarnation)
+            self._owner.rotate(flush.incarnation, full=stage != "committed")
         if stage == "committed" and self.staging is not None:
             await self.staging.retain(self.fence, self._newest, set(self._flushes))
 

@@ -23,7 +23,8 @@ log = logging.getLogger("everstep.agent")
 
 class Rotator:
     """``in_use`` says of an incarnation whether flushes of it are still under way here; ``done`` hears of
-    each rotation that removed something, and of errors; ``owed`` are checkpoints that stay."""
+    each rotation that removed something, and of errors; ``owed`` are checkpoints that stay; ``goes_on`` says whether
+    the job may have decided on a delta that is not here yet."""
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class Rotator:
         in_use: Callable[[int], bool],
         done: Callable[[int, RotationReport | None, EverstepError | BackendError | None], None],
         owed: Callable[[], set[Key]] = set,
+        goes_on: Callable[[], bool] = lambda: True,
     ) -> None:
         self.retention = retention
         self.deltas = False
@@ -42,6 +44,7 @@ class Rotator:
         self._in_use = in_use
         self._done = done
         self._owed = owed
+        self._goes_on = goes_on
         self._wanted: int | None = None
         self._task: asyncio.Task[None] | None = None
         self._shelf = Shelf()
@@ -89,7 +92,8 @@ class Rotator:
         records = list(self._fence.known.values())
         look = await patiently(lambda: self._shelf.look(self._backend, records))
         parents = {key: facts.parent for key, facts in look.facts.items() if look.lineage.counts(*key)}
-        plan = look.plan(self.retention, self._owed() | (next_bases(parents) if self.deltas else set()))
+        bases = next_bases(parents, goes_on=self._goes_on()) if self.deltas else set()
+        plan = look.plan(self.retention, self._owed() | bases)
         reach("agent.rotate.before", str(incarnation))
 
         async def is_superseded() -> bool:

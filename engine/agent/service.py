@@ -300,6 +300,8 @@ class Service:
         self.beacons.changed()
         peer.send(Goodbye(request.number))
         self.keep(self._orphans.look())
+        if self.settings.deltas and request.flush and not self.members.anyone_here:
+            self.rotate(member.incarnation)  # what further deltas might have stood on may go
 
     def _send_arenas(self, peer: Peer, request: ArenasRequest) -> None:
         """Where each rank's arena is; those without a path only to whoever takes their descriptors."""
@@ -446,9 +448,10 @@ class Service:
             self._events.append(progress.stage, **event_of(progress))
             self.keep(self._write_events())
 
-    def rotate(self, incarnation: int) -> None:
+    def rotate(self, incarnation: int, *, full: bool = False) -> None:
         """After a commit, and when the storage was full: what retention gives up, or gave up since it was changed,
         is the room that the next flush needs. On the node that has rank 0."""
+        self.tiers.make_way() if full else None
         if incarnation == self.members.newest:
             self.members.let_go(nameless=True)
         if self._rotator is not None and 0 in self.members.arenas():
@@ -507,6 +510,7 @@ class Service:
             self._in_use,
             self._rotated,
             lambda: self.tiers.owed() | bases_of(self._pipeline.flushes()),
+            lambda: self.members.anyone_here,
         )
         self._rotator.deltas = self.settings.deltas
         await self.tiers.open(self._guarded, record)

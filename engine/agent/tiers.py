@@ -95,6 +95,11 @@ class Tiers:
             log.warning("step %d is not mirrored to %s, which is no tier any more", entry.step, entry.tier)
             self._service.keep(self.forget_mirror(entry))
 
+    def make_way(self) -> None:
+        """The root is full: nothing is made a full there."""
+        if self._merges is not None:
+            self._merges.make_way()
+
     def _merge(self, entries: Sequence[MergeEntry]) -> None:
         if self._merges is None and entries:
             self._merges = self._open_merges()

@@ -17,7 +17,7 @@ SKIPPED = 3
 
 EPILOG = """\
 Exit codes:
-  0  all that was asked for is at DST, proved
+  0  all that was asked for is at DST: what was sent is proved, what was there has its sizes
   1  not everything could be copied; call again to go on
   2  usage
   3  as 0, but for checkpoints that were removed at SRC meanwhile, or given up or removed at DST
@@ -40,7 +40,9 @@ def copy(source: str, target: str, steps: str | None, newest: int | None, as_jso
 
     DST becomes the same run, which loads, and may be gone on with. By default all checkpoints of the lineage are
     copied. Every chunk is compared with its hash on the way, and a checkpoint counts at DST once all of it is there.
-    Called again, what is there is not sent again. SRC may be a live run.
+    Called again, what is there is not sent again. Of that, records, layouts and the sizes of all else are checked, and
+    what is missing or cut is sent again; bytes that changed at DST are found by "everstep fsck DST". SRC may be a live
+    run.
     """
     if steps is not None and newest is not None:
         raise click.UsageError("--steps and --newest exclude each other")
@@ -127,6 +129,7 @@ def _answer(answer: Answer, source: str, target: str, report: CopyReport) -> Non
         "run_id": report.run_id,
         "copied": [place(key) for key in report.copied],
         "present": [place(key) for key in report.present],
+        "resent": [place(key) for key in report.resent],
         "pruned": [place(key) for key in report.pruned],
         "refused": [{**place(key), "reason": reason} for key, reason in report.refused],
         "failed": [{**place(key), "error": error.to_wire()} for key, error in report.failed],
@@ -137,6 +140,7 @@ def _answer(answer: Answer, source: str, target: str, report: CopyReport) -> Non
 
 def _as_text(target: str, report: CopyReport) -> str:
     lines = [f"copied {_name(key)}" for key in report.copied]
+    lines += [f"sent again what was missing or cut of {_name(key)}" for key in report.resent]
     lines += [f"skipped {_name(key)}: it was removed at SRC meanwhile" for key in report.pruned]
     lines += [f"skipped {_name(key)}: at DST {reason}" for key, reason in report.refused]
     were = f", {len(report.present)} were there" if report.present else ""

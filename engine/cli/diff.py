@@ -191,11 +191,12 @@ def _tensor(name: Name, kind: Kind, change: Change) -> dict[str, Any]:
         "changed_elements": change.changed,
         "elements": change.elements,
     }
+    if change.numeric:
+        same = not change.changed_bytes  # may not have been read
+        value |= {"max_abs": change.max_abs, "norm": change.norm}
+        value["relative_norm"] = 0.0 if same else change.relative_norm
     if change.numeric and change.changed_bytes:
         value |= {
-            "max_abs": change.max_abs,
-            "norm": change.norm,
-            "relative_norm": change.relative_norm,
             "nans_before": change.nans_before,
             "nans_after": change.nans_after,
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 EPILOG = """\
 Exit codes:
   0  shown
-  1  no run there, or one of the places could not be read
+  1  no run there, or one of the places could not be read, or is another run's
   2  usage
 
 Example:
@@ -59,7 +59,9 @@ def du(places: tuple[str, ...], keep_last: int | None, as_json: bool) -> None:
         failed: dict[str, EverstepError] = {}
         for place in places:
             try:
-                found[place] = _look(place, keep_last)
+                held = _look(place, keep_last)
+                _require_same_run(found, place, held)
+                found[place] = held
             except EverstepError as problem:
                 if len(places) == 1:
                     raise
@@ -73,6 +75,19 @@ def du(places: tuple[str, ...], keep_last: int | None, as_json: bool) -> None:
         for place, error in failed.items():
             click.echo(f"error: {place}: {error}", err=True)
         sys.exit(FAILED if failed else DONE)
+
+
+def _require_same_run(found: Mapping[str, Held], place: str, held: Held) -> None:
+    from everstep.errors import BadOption
+
+    for first, one in found.items():
+        if one.survey.run.run_id != held.survey.run.run_id:
+            raise BadOption(
+                f"{place}: another run is there",
+                found=f"run {held.survey.run.run_id}",
+                expected=f"run {one.survey.run.run_id}, as at {first}",
+                hint="Name places of one run only",
+            )
 
 
 def _look(place: str, keep_last: int | None) -> Held:

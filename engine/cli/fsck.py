@@ -149,11 +149,20 @@ def _check(places: list[str], step: int | None, extent: Extent, mend: bool, memo
             sources = RunMemory(locate(places[0]), backends, directory_of_run(memory, places[0]))
             found = []
             try:
+                await require_one_run(backends)
                 for at, backend in enumerate(backends):
                     others = [other for number, other in enumerate(backends) if number != at]
+                    near = await is_node_tier(backend)
+                    if near and at == 0:
+                        raise _no_root(backend.url)
                     if mend:
-                        mended = await check_and_mend(
+                        mends = mend_near if near else check_and_mend
+                        mended = await mends(
                             backend, others=others, memory=sources, step=step, extent=extent, progress=show
+                        )
+                    elif near:
+                        mended = await look_near(
+                            backend, others=others, step=step, extent=extent, progress=show
                         )
                     else:
                         mended = await check_only(backend, step=step, extent=extent, progress=show)
@@ -168,9 +177,24 @@ def _check(places: list[str], step: int | None, extent: Extent, mend: bool, memo
 
         from everstep.neighbours import RunMemory
         from everstep.places import locate
+        from everstep.store.fsck_near import is_node_tier
+        from everstep.store.repair_near import look_near, mend_near
         from everstep.store.repair_run import check_and_mend, check_only, verdict
+        from everstep.store.runs import require_one_run
 
         return run_blocking(all_of_them())
+
+
+def _no_root(url: str) -> EverstepError:
+    """What lies there decides nothing, and must not be decided there."""
+    from everstep.errors import NotARun
+
+    return NotARun(
+        f"{url} is no run's root",
+        found="shares of checkpoints, but no decision and no incarnation's record: a node's own tier",
+        expected="the run's root",
+        hint="Name the root as RUN, and this with --tier. If this was the root, copy what another place has",
+    )
 
 
 def _answer(answer: Answer, found: list[Checked], extent: Extent, code: int) -> None:

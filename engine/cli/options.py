@@ -28,6 +28,14 @@ def duration(ctx: click.Context, param: click.Parameter, text: str | None) -> fl
     return float(found[1]) * UNITS_S[found[2]]
 
 
+def period(ctx: click.Context, param: click.Parameter, text: str | None) -> float | None:
+    """As :func:`duration`, above 0."""
+    found = duration(ctx, param, text)
+    if found == 0:
+        raise click.BadParameter(f"{text!r} is no time at all")
+    return found
+
+
 def rate(ctx: click.Context, param: click.Parameter, text: str | None) -> float | None:
     """Bytes (per second), from "200MiB", "1GB" or "1000000"."""
     if text is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from .frame import answering, command, json_option, table
-from .options import duration
+from .options import period
 
 if TYPE_CHECKING:
     from everstep.backends.api import Backend
@@ -49,6 +49,15 @@ incarnation_option = click.option(
 )
 
 
+def _lasting(ctx: click.Context, param: click.Parameter, text: str | None) -> float | None:
+    from everstep.store.pins import PIN_FOR_S_MAX
+
+    found = period(ctx, param, text)
+    if found is not None and found > PIN_FOR_S_MAX:
+        raise click.BadParameter(f"{text!r} is too long: pin without a time, and unpin")
+    return found
+
+
 @command("pin", epilog=PIN_EPILOG)
 @click.argument("run")
 @click.argument("step", type=click.IntRange(0), required=False)
@@ -56,7 +65,7 @@ incarnation_option = click.option(
     "--for",
     "for_s",
     metavar="DURATION",
-    callback=duration,
+    callback=_lasting,
     help="Hold it for 90s, 30m, 2h or 7d; without this until it is unpinned.",
 )
 @click.option("--reason", default="", help="Why, for people.")

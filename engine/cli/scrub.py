@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .frame import answering, command, human_bytes, json_option
-from .options import duration, rate
+from .frame import FAILED, answering, command, human_bytes, json_option
+from .options import period, rate
 
 if TYPE_CHECKING:
+    from everstep.errors import EverstepError
     from everstep.store.scrub import Scrubbed
 
 DAMAGE = 4
@@ -20,7 +21,7 @@ Exit codes:
   0  everything that was due is whole
   1  no run there, or the storage did not answer
   2  usage
-  4  damage was found
+  4  damage was found; each call looks again at what was damaged
 
 Example:
   everstep scrub runs/gpt --every 7d --rate 50MiB
@@ -34,7 +35,7 @@ Example:
     "--every",
     "every_s",
     metavar="DURATION",
-    callback=duration,
+    callback=period,
     default="7d",
     show_default=True,
     help="Prove each checkpoint again after this time.",
@@ -46,7 +47,7 @@ Example:
 @json_option
 def scrub(run: str, every_s: float, rate: float, once: bool, as_json: bool) -> None:
     """Prove RUN in the background, beside a live run: checkpoints that were never proved first, the newest first, then
-    those whose proof is oldest.
+    those whose proof is oldest. What was damaged is proved again by each call.
 
     Reads only, but for the run's event log, which says what was proved when, and with what result; a later scrub goes
     on from there. Damage is told on standard error at once; "everstep fsck --repair" mends it.
@@ -60,10 +61,16 @@ def scrub(run: str, every_s: float, rate: float, once: bool, as_json: bool) -> N
         for finding in one.damage:
             click.echo(f"damage: {finding.name}: {finding.message}", err=True)
 
-    with answering(as_json) as answer:
+    with answering(as_json, exit_code=_code_of) as answer:
         damaged = _scrub(run, every_s, rate, once, told)
         answer.give(_as_json(run, found), lambda: _as_text(run, found))
         sys.exit(DAMAGE if damaged else 0)
+
+
+def _code_of(error: EverstepError) -> int:
+    from everstep.errors import Damaged
+
+    return DAMAGE if isinstance(error, Damaged) else FAILED
 
 
 def _scrub(run: str, every_s: float, rate: float, once: bool, told: Any) -> bool:

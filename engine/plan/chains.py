@@ -144,11 +144,11 @@ class Chains:
         return Delta(base, merge)
 
 
-def next_bases(parents: Mapping[Key, Key | None]) -> set[Key]:
-    """What deltas that are decided may stand on, though it may be older than all that retention keeps: the newest full,
-    and as long as nothing stands on that, the full before it."""
+def next_bases(parents: Mapping[Key, Key | None], *, goes_on: bool = True) -> set[Key]:
+    """What the next deltas may stand on, though it may be older than all that retention keeps: the newest full, and,
+    where the job ``goes_on`` and may have decided one, as long as nothing stands on that, the full before it."""
     fulls = sorted([key for key, parent in parents.items() if parent is None], key=_age)
-    return set(fulls[-1:] if fulls and fulls[-1] in parents.values() else fulls[-2:])
+    return set(fulls[-2:] if goes_on and fulls and fulls[-1] not in parents.values() else fulls[-1:])
 
 
 def chain_of(key: Key, parents: Mapping[Key, Key | None]) -> list[Key]:

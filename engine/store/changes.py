@@ -19,7 +19,7 @@ from everstep.plan.reads import Read, plan_reads
 
 from .asking import each
 from .fill import fill
-from .numbers import Change, compare, count_same
+from .numbers import Change, compare, count_same, is_numeric
 from .sources import DurableSource
 
 SLAB_BYTES = 1 << 20
@@ -104,7 +104,7 @@ async def changes_between(
         elif _kind(former) != kind:
             found.retyped[name] = _kind(former), kind
         else:
-            found.tensors[name] = kind, Change()
+            found.tensors[name] = kind, Change(numeric=is_numeric(kind.dtype))
             both.append(name)
     total = sum(_nbytes(new.tensors[name]) for name in both)
     async for nbytes in _compare_all(old, new, both, found):

@@ -16,17 +16,19 @@ from everstep.errors import (
     SaveFailed,
     UnknownFormat,
 )
+from everstep.format import names
 from everstep.format.manifest import Abort, Manifest, RankRecord
 from everstep.format.records import RunRecord
 from everstep.plan.lineage import Lineage
 
 from .asking import each
-from .catalog import StepNames, list_step, list_steps, read_decision
+from .catalog import StepNames, list_step, list_steps, read_decision, read_layout
 from .mirror import (
     IMAGES_PARALLEL,
     conclude,
     copy_records,
     give_up,
+    mend_rank,
     mirror_rank,
     missing_ranks,
     require_parent,
@@ -49,14 +51,17 @@ Progress = Callable[[int, int], None]
 class CopyReport:
     """What :func:`copy_run` came to, by (incarnation, step).
 
-    ``copied`` now stand at the target, ``present`` stood there before. ``pruned`` were removed at the source meanwhile.
-    ``refused`` were given up or removed at the target: what stands there counts. ``failed`` are damaged at the source,
-    or deltas whose base is missing. ``sent_bytes`` were sent of ranks that were copied whole.
+    ``copied`` now stand at the target, ``present`` stood there before, and ``resent`` are those of them of which
+    objects were missing there, or cut, and were sent again. ``pruned`` were removed at the source meanwhile.
+    ``refused`` were given up or removed at the target: what stands there counts. ``failed`` are damaged at the source
+    (or at the target, by their sizes, and the source has another attempt), or deltas whose base is missing.
+    ``sent_bytes`` were sent of ranks that were copied whole.
     """
 
     run_id: str
     copied: list[Key] = field(default_factory=list)
     present: list[Key] = field(default_factory=list)
+    resent: list[Key] = field(default_factory=list)
     pruned: list[Key] = field(default_factory=list)
     refused: list[tuple[Key, str]] = field(default_factory=list)
     failed: list[tuple[Key, EverstepError]] = field(default_factory=list)
@@ -158,6 +163,8 @@ class _Copying:
     ) -> None:
         self.total = 0
         self._done = 0
+        self._layouts: set[str] = set()
+        """That are right at the target."""
         self._source = source
         self._target = target
         self._run = run
@@ -173,6 +180,8 @@ class _Copying:
             before = await standing(self._target, manifest)
             if before is None:
                 await self._ranks(manifest, pool)
+            elif isinstance(before, Manifest):
+                await self._there(manifest, before, pool)
             stood = await conclude(self._source, self._target, manifest)
         except Pruned:
             await self._drop(manifest)
@@ -213,6 +222,38 @@ class _Copying:
             self._report.sent_bytes += sent
 
         await each([record for record in manifest.ranks if record.rank in missing], one, limit=RANKS_PARALLEL)
+
+    async def _there(self, manifest: Manifest, stood: Manifest, pool: ThreadPoolExecutor) -> None:
+        """What counts at the target must be there with its sizes. Of a rank of which it is not, everything is proved
+        there, and sent again where it is not right."""
+        missing = set(await missing_ranks(self._target, stood))
+        missing |= {record.rank for record in stood.ranks if not await self._has_layout(record.layout_hash)}
+        if not missing or not isinstance(await standing(self._target, manifest), Manifest):
+            return  # removed meanwhile
+        if stood.attempt != manifest.attempt:
+            name = names.attempt_dir(stood.step, stood.incarnation, stood.attempt)
+            raise Damaged(
+                f"{self._target.url}: step {stood.step} is damaged there",
+                found=f"objects of ranks {sorted(missing)} missing or cut, of attempt {stood.attempt}",
+                expected=f"what its manifest names; {self._source.url} has attempt {manifest.attempt}",
+                hint="everstep fsck DST --repair --tier SRC",
+                name=name,
+            )
+        for rank in sorted(missing):
+            self._report.sent_bytes += await mend_rank(
+                self._source, self._target, manifest, rank, run=self._run, pool=pool
+            )
+        self._report.resent.append((manifest.incarnation, manifest.step))
+
+    async def _has_layout(self, hash_text: str) -> bool:
+        """Whether the target has it right. Each is read once."""
+        if hash_text not in self._layouts:
+            try:
+                await read_layout(self._target, hash_text)
+            except Damaged:
+                return False
+            self._layouts.add(hash_text)
+        return True
 
     async def _drop(self, manifest: Manifest) -> None:
         """What was copied of a checkpoint that the source no longer has can never be finished."""

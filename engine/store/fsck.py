@@ -32,7 +32,7 @@ from .catalog import (
 )
 from .findings import Finding, Kind, Severity
 from .fsck_images import Extent, Images
-from .pins import list_pins
+from .pins import Held, list_pins
 from .runs import incarnation_numbers, open_run, read_incarnation
 from .votes import read_gather
 
@@ -439,7 +439,7 @@ def _open_attempt(run: _Run, checkpoint: _Checkpoint, attempt: int, complete: bo
 
 
 async def _pins(run: _Run) -> AsyncIterator[Finding]:
-    """Pins that hold nothing any more: rotation removes the expired ones."""
+    """Pins that cannot be read, and those that hold nothing any more: rotation removes the expired ones."""
     try:
         pins = await list_pins(run.backend)
     except CannotTell as error:
@@ -447,6 +447,11 @@ async def _pins(run: _Run) -> AsyncIterator[Finding]:
         return
     for held in pins:
         name, key = names.pin(held.id), held.key
+        if held.error is not None:
+            newer = isinstance(held.error, UnknownFormat)
+            severity = Severity.CANNOT_TELL if newer else Severity.DAMAGE
+            yield Finding(severity, Kind.PIN, name, key[1], key[0], _unreadable(held))
+            continue
         if held.expired(time.time()):
             why = "the pin has expired"
         elif key not in run.standing:
@@ -454,6 +459,11 @@ async def _pins(run: _Run) -> AsyncIterator[Finding]:
         else:
             continue
         yield Finding(Severity.INFO, Kind.PIN, name, key[1], key[0], why)
+
+
+def _unreadable(held: Held) -> str:
+    said = str(held.error).removeprefix(f"{names.pin(held.id)}: ")
+    return f"{said}; until it is unpinned (--id {held.id}) it holds step {held.key[1]}, whatever it said"
 
 
 async def _rest(run: _Run, checkpoints: list[_Checkpoint], step: int | None) -> AsyncIterator[Finding]:

@@ -78,6 +78,11 @@ class Change:
         return self.changed_bytes / self.nbytes if self.nbytes else 0.0
 
 
+def is_numeric(dtype: str) -> bool:
+    """Whether :func:`compare` has numbers to compare."""
+    return dtype in _PLAIN or dtype in _FLOAT8 or dtype == "bfloat16"
+
+
 def count_same(change: Change, nbytes: int, bits: int) -> None:
     """Add ``nbytes`` of elements of ``bits`` bits that are known to be equal, unread."""
     change.nbytes += nbytes

@@ -22,6 +22,7 @@ from everstep.format import names
 from everstep.format.layout import compress, layout_hash, proved
 from everstep.format.manifest import Abort, Manifest, Quarantine, decode_decision, encode_decision
 from everstep.format.names import Kind as Name
+from everstep.format.pin import decode_pin
 from everstep.format.records import decode_incarnation, decode_run
 
 from .asking import reading, writing
@@ -119,6 +120,8 @@ class _Work:
             await self.layout(finding)
         elif kind is Name.GATHER:
             await self.gather(finding.name)
+        elif kind is Name.PIN:
+            await self.pin(finding.name)
         elif kind is Name.DECISION and finding.kind is not Kind.UNDECIDED:
             await self.decision(finding)
         elif finding.kind is Kind.UNDECIDED:
@@ -139,6 +142,18 @@ class _Work:
             return True
 
         await self._take(name, is_good, await self._same_run())
+
+    async def pin(self, name: str) -> None:
+        """As another place has it, which is rare: each has pins of its own."""
+
+        def is_good(data: bytes) -> bool:
+            decode_pin(data, name)
+            return True
+
+        if not await self._take(name, is_good, await self._same_run()):
+            pin_id = name.rpartition("/")[2].removesuffix(".json")
+            why = f"no other place has it; everstep unpin --id {pin_id} lets go of the checkpoint"
+            self.report.failed[name] = why
 
     async def layout(self, finding: Finding) -> None:
         """As another place has it, or a slot of a checkpoint that needs it."""

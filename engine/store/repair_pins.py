@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from everstep.backends.api import Backend
 from everstep.backends.points import reach
-from everstep.errors import Damaged, RunError
+from everstep.errors import Damaged, RunError, UnknownFormat
 from everstep.format import names
 from everstep.format.manifest import Manifest, Tombstone
 
@@ -20,13 +20,14 @@ from .runs import incarnation_numbers
 
 async def drop_pins(place: Backend, findings: Collection[Finding], others: Sequence[Backend]) -> list[Repair]:
     """Remove the pins of ``findings`` whose checkpoint is removed, and that have expired, or whose checkpoint cannot
-    come back: nothing of it is left here that could count, nor at ``others``. What is damaged, set aside or not decided
-    may be mended: its pins stay, as do pins that cannot be read. Raises CannotTell, SaveFailed."""
+    come back: nothing of it is left here that could count, nor at ``others``. What is damaged, set aside or not
+    decided may be mended: its pins stay, as do those of a newer format. When a pin that cannot be read expires is not
+    known. Raises CannotTell, SaveFailed."""
     told = {finding.name for finding in findings if finding.kind is Kind.PIN}
     dropped = []
     for held in await list_pins(place) if told else ():
-        name = names.pin(held.id)
-        why = await _why(place, held, others) if name in told and held.pin is not None else ""
+        name, newer = names.pin(held.id), isinstance(held.error, UnknownFormat)
+        why = await _why(place, held, others) if name in told and not newer else ""
         if why:
             reach("repair.pin.before", name)
             await remove_pins(place, [held.id])

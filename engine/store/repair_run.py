@@ -137,6 +137,7 @@ async def check_and_mend(
         dropped, mended.failed[names.PINS] = [], str(error)
     gone = {one.name for one in dropped}
     mended.after = [finding for finding in mended.after if finding.name not in gone]
+    mended.failed = {name: why for name, why in mended.failed.items() if name not in gone}
     mended.done += dropped
     return mended
 

@@ -7,12 +7,12 @@ Three answers stay apart: nothing there (:class:`NotARun`), there but bad (:clas
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 
 from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError, Conflict, NotFound, Permanent
-from everstep.errors import CannotTell, Damaged, NotARun, SaveFailed
+from everstep.errors import BadOption, CannotTell, Damaged, NotARun, RunError, SaveFailed
 from everstep.format import names
 from everstep.format.constants import FORMAT_VERSION, HASH_ID, TIME_FORMAT
 from everstep.format.records import (
@@ -53,6 +53,25 @@ async def open_run(backend: Backend) -> RunRecord:
     except BackendError as error:
         raise _cannot_tell(backend, error) from error
     return decode_run(data, names.RUN)
+
+
+async def require_one_run(places: Sequence[Backend]) -> None:
+    """Raises BadOption where two of ``places`` are known to be different runs. What cannot be read is passed by."""
+    first: tuple[str, str] | None = None
+    for place in places:
+        try:
+            run_id = (await open_run(place)).run_id
+        except RunError:
+            continue
+        if first is None:
+            first = place.url, run_id
+        elif first[1] != run_id:
+            raise BadOption(
+                f"{place.url}: another run is there",
+                found=f"run {run_id}",
+                expected=f"run {first[1]}, as at {first[0]}",
+                hint="Name places of one run only",
+            )
 
 
 async def _what_is_there(backend: Backend) -> NotARun | Damaged | CannotTell:

@@ -1,6 +1,7 @@
 """Proving a run again and again, in the background: the checkpoint that was not proved for longest comes next.
 
 What was proved when is in the run's event log, so that a scrub goes on where another one stopped, on whatever machine.
+What was found damaged is proved again by the next one, until it is whole.
 Nothing else reads it: a lost log costs a pass.
 """
 
@@ -54,19 +55,25 @@ class Scrubbed:
 
 
 def proved_at(events: list[Event]) -> dict[Key, float]:
-    """When each checkpoint was proved last, by the clock of whoever did."""
+    """When each checkpoint was proved last, by the clock of whoever did. One that was damaged then is left out: it is
+    due until it is proved whole, or gone."""
     found: dict[Key, float] = {}
+    damaged: set[Key] = set()
     for event in events:
         step, incarnation = event.fields.get("step"), event.fields.get("incarnation")
         if event.kind == SCRUBBED and isinstance(step, int) and isinstance(incarnation, int):
             key = incarnation, step
-            found[key] = max(found.get(key, 0.0), event.time)
-    return found
+            if event.time < found.get(key, 0.0):
+                continue
+            found[key] = event.time
+            (damaged.add if event.fields.get("damage") else damaged.discard)(key)
+    return {key: at for key, at in found.items() if key not in damaged}
 
 
 def next_due(keys: list[Key], proved: Mapping[Key, float], every_s: float, now_s: float) -> Key | None:
-    """The checkpoint to prove next: one that never was, the newest first, for it is what a restart needs; then the one
-    whose proof is oldest, once it is older than ``every_s``. A proof from the future counts as made now."""
+    """The checkpoint to prove next: one that never was, or is damaged, the newest first, for it is what a restart
+    needs; then the one whose proof is oldest, once it is older than ``every_s``. A proof from the future counts as
+    made now."""
     never = [key for key in keys if key not in proved]
     if never:
         return max(never, key=lambda key: (key[1], key[0]))
@@ -87,14 +94,16 @@ class Scrub:
     _proved: dict[Key, float] = field(default_factory=dict)
 
     async def run(self, *, once: bool) -> list[Scrubbed]:
-        """Prove what is due, one checkpoint at a time; with ``once`` until nothing is, and what was proved is
-        returned. Otherwise until cancelled. Raises CannotTell, NotARun, UnknownFormat."""
+        """Prove what is due, one checkpoint at a time; with ``once`` until nothing is, each at most once, and
+        what was proved is returned. Otherwise until cancelled. Raises CannotTell, NotARun, Damaged (run.json),
+        UnknownFormat."""
         await open_run(self.backend)
         events = EventLog(self.backend, f"scrub-{os.getpid()}-{secrets.token_hex(4)}", clock=self.clock)
         self._proved = proved_at((await read_events(self.backend))[0])
         done: list[Scrubbed] = []
+        passed: set[Key] = set()
         while True:
-            keys = await self._keys()
+            keys = [key for key in await self._keys() if not (once and key in passed)]
             key = next_due(keys, self._proved, self.every_s, self.clock())
             if key is None:
                 if once:
@@ -103,6 +112,7 @@ class Scrub:
                 continue
             scrubbed = await self._prove(key)
             self._proved[key] = self.clock()
+            passed.add(key)
             if scrubbed is None:  # rotation was faster
                 continue
             events.append(SCRUBBED, **_fields(scrubbed))

@@ -141,6 +141,15 @@ def test_a_step_and_itself_are_equal_without_a_byte_read(made_run: Path) -> None
     assert (said["equal"], said["read_bytes"]) == (True, 0)
 
 
+def test_equal_and_empty_tensors_have_numbers_too(tmp_path: Path) -> None:
+    state = {"same": torch.ones(4), "empty": torch.ones(0), "bits": torch.ones(3, dtype=torch.bool)}
+    root = saved(tmp_path / "run", state, {**state, "n": 1})
+    found = {t["key"]: t for t in everstep("diff", root, "1", "2", "--all", "--json").json["tensors"]}
+    for key in ("same", "empty"):
+        assert [found[key][name] for name in ("max_abs", "norm", "relative_norm")] == [0.0, 0.0, 0.0]
+    assert found["bits"]["max_abs"] == 0.0
+
+
 def test_steps_of_a_training(made_run: Path) -> None:
     said = everstep("diff", made_run, str(ADOPTED_STEP), str(LATER_STEP), "--json").json
     assert said["equal"] is False

@@ -6,6 +6,7 @@ import asyncio
 import random
 from pathlib import Path
 
+import pytest
 from cli_kit import LATER_STEP, everstep
 from everstep.backends.files import LocalBackend
 from everstep.format import names
@@ -69,8 +70,27 @@ def test_damage_is_in_the_answer_and_in_the_log(run: Path) -> None:
     logged = "".join(path.read_text() for path in (run / names.EVENTS).glob("scrub-*"))
     assert logged.count('"scrubbed"') == 5
     assert name in logged
-    again = everstep("scrub", run, "--once")
-    assert (again.code, "nothing was due" in again.out) == (0, True)
+    again = everstep("scrub", run, "--once", "--json")
+    assert (again.code, [one["step"] for one in again.json["proved"]]) == (4, [LATER_STEP])
+    data[-1] ^= 1
+    (run / name).write_bytes(data)
+    whole = everstep("scrub", run, "--once", "--json")
+    assert (whole.code, [one["step"] for one in whole.json["proved"]]) == (0, [LATER_STEP])
+    assert "nothing was due" in everstep("scrub", run, "--once").out
+
+
+def test_once_proves_each_checkpoint_once_however_short_the_time_is(run: Path) -> None:
+    assert everstep("scrub", run, "--once", "--every", "0s").code == 2
+    said = everstep("scrub", run, "--once", "--every", "0.000001s", "--json")
+    assert (said.code, len(said.json["proved"])) == (0, 5)
+
+
+@pytest.mark.parametrize("data", [b"", None])
+def test_a_damaged_run_is_damage(run: Path, data: bytes | None) -> None:
+    (run / names.RUN).unlink()
+    if data is not None:
+        (run / names.RUN).write_bytes(data)
+    assert everstep("scrub", run, "--once").code == 4
 
 
 def test_no_run(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from everstep.agent.merging import WAIT_S, WAITING_MAX, Merges, merge_of
 from everstep.agent.mirrors import Line
 from everstep.agent.uploads import _spare
 from everstep.agent.writing import Jobs
+from everstep.errors import EverstepError
 from everstep.outcomes import Outcomes
 from everstep.plan.chains import Key
 
@@ -105,13 +106,13 @@ def test_what_the_root_goes_without() -> None:
 def test_of_too_many_merges_the_oldest_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     dropped: list[int] = []
 
-    async def drop(self: Merges, entry: MergeEntry) -> None:
+    async def give_up(self: Merges, entry: MergeEntry, began: float, error: EverstepError) -> None:
         dropped.append(entry.step)
 
     async def for_ever(self: Merges) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(Merges, "_drop", drop)
+    monkeypatch.setattr(Merges, "_give_up", give_up)
     monkeypatch.setattr(Merges, "_work", for_ever)
 
     class Closed:

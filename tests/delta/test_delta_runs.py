@@ -9,7 +9,10 @@ from typing import Any
 import everstep
 import pytest
 import torch
-from everstep.errors import Damaged
+from click.testing import CliRunner
+from everstep.agent import pipeline
+from everstep.cli.main import main
+from everstep.errors import Damaged, SaveFailed, StorageFull
 from everstep.store.commit import abort_attempt, try_commit
 from everstep.store.sources import DurableSource
 
@@ -290,6 +293,89 @@ def test_what_deltas_stand_on_stays(root: Path) -> None:
     there = stands(root)
     assert {10, 11} < set(there)
     assert is_bit_equal(root, 10, work) and is_bit_equal(root, 11, work)
+
+
+@pytest.mark.parametrize("ends", ["merged", "given up"])
+def test_when_the_job_and_its_merges_are_over_nothing_stays_that_no_rule_keeps(
+    root: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """Whatever comes last: the trainer's end, or that of a merge."""
+    work, calm = Adapter(), [False]
+    monkeypatch.setattr("everstep.agent.tiers.Tiers.is_recovering", lambda self: not calm[0])
+    monkeypatch.setattr("everstep.agent.service.Service._linger_s", 60.0)
+    if ends == "given up":
+        monkeypatch.setattr("everstep.agent.merging.merge_rank", _cannot_merge)
+    ckpt = deltas(root, full_every=None, keep_last=1, max_chain=2)
+    ckpt.load(work.at(0))
+    train(ckpt, work, range(1, 6))
+    assert ckpt.status()["agent"]["merging"]
+    ckpt.save(6, work.at(6)).wait()
+    calm[0] = True
+    ckpt.close()
+    until(lambda: steps_on_disk(root) == [6], "the rest is removed")
+    assert is_bit_equal(root, 6, work)
+
+
+@pytest.mark.filterwarnings("ignore:everstep. step:RuntimeWarning")
+@pytest.mark.parametrize("busy", [True, False])
+def test_on_a_full_disk_merges_make_way(root: Path, monkeypatch: pytest.MonkeyPatch, busy: bool) -> None:
+    """What is held for them goes, and the next flush has its room."""
+    work, full, calm = Adapter(), [False], [busy]
+    monkeypatch.setattr("everstep.agent.tiers.Tiers.is_recovering", lambda self: not calm[0])
+    if busy:  # else it has not begun
+        monkeypatch.setattr("everstep.agent.merging.merge_rank", _is_slow)
+    flush_rank = pipeline.flush_rank
+
+    async def flush(*given: Any, **more: Any) -> Any:
+        if full[0]:
+            raise StorageFull("no room")
+        return await flush_rank(*given, **more)
+
+    monkeypatch.setattr(pipeline, "flush_rank", flush)
+    ckpt = deltas(root, full_every=None, keep_last=1, max_chain=2, failures_max=None)
+    ckpt.load(work.at(0))
+    train(ckpt, work, range(1, 7))
+    held = ckpt.status()["agent"]["merging"]
+    assert held and set(held) <= set(steps_on_disk(root))
+    full[0] = True
+    with pytest.raises(SaveFailed, match="no room"):
+        ckpt.save(7, work.at(7)).wait()
+    calm[0] = True
+    until(lambda: not ckpt.status()["agent"]["merging"], "they are given up")
+    assert all(one.kind == "delta" for step, one in stands(root).items() if step in held)
+    full[0] = False
+    ckpt.save(8, work.at(8)).wait()
+    ckpt.save(9, work.at(9)).wait()
+    until(lambda: steps_on_disk(root) == [8, 9], "what was held is removed")
+    ckpt.close()
+    assert is_bit_equal(root, 9, work)
+
+
+def test_a_prune_of_what_is_to_be_merged_is_no_trouble(
+    root: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    work, calm = Adapter(), [False]
+    monkeypatch.setattr("everstep.agent.tiers.Tiers.is_recovering", lambda self: not calm[0])
+    ckpt = deltas(root, full_every=None, max_chain=2)
+    ckpt.load(work.at(0))
+    train(ckpt, work, range(1, 7))
+    held = ckpt.status()["agent"]["merging"]
+    ckpt.save(7, work.at(7)).wait()
+    said = CliRunner().invoke(main, ["prune", str(root), "--keep-last", "1"])
+    assert said.exit_code == 0 and held and not set(held) & set(steps_on_disk(root))
+    calm[0] = True
+    until(lambda: not ckpt.status()["agent"]["merging"], "they are let go of")
+    ckpt.step(8, work.at(8)).wait()
+    ckpt.close()
+    assert not [one for one in recwarn if issubclass(one.category, RuntimeWarning)]
+
+
+async def _is_slow(*given: Any, **more: Any) -> None:
+    await asyncio.sleep(3600)
+
+
+async def _cannot_merge(*given: Any, **more: Any) -> None:
+    raise StorageFull("no room", step=3)
 
 
 def test_a_load_of_a_delta_that_becomes_a_full_meanwhile(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

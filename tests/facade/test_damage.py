@@ -59,7 +59,10 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_newest_step_is_passed_over_loudly(run: Path, damage: str) -> None:
     DAMAGES[damage](checkpoint(run, 3))
-    with pytest.warns(RuntimeWarning, match="passed over step 3"), pytest.raises(errors.Damaged):
+    with (
+        pytest.warns(RuntimeWarning, match="passed over step 3"),
+        pytest.raises(errors.Damaged, match="step 3 cannot be loaded"),
+    ):
         everstep.load(run, step=3)
     state = {"n": 0, "w": torch.zeros(3000)}
     ckpt = opened(run, policy={"keep_last": 10})

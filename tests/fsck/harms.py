@@ -478,6 +478,12 @@ def _of_nothing(root: Path) -> None:
     shutil.rmtree(root / names.checkpoint_dir(4, 2))
 
 
+@harm("a pin that cannot be read", ("damage", "pin", EXPIRED))
+def _unreadable_pin(root: Path) -> None:
+    on(root, lambda backend: _pin(backend, (1, 1), None))
+    cuts(EXPIRED)(root)
+
+
 # -- no answer
 
 

@@ -193,6 +193,40 @@ class Gated(kit.Wrapper):
         await self.inner.create(name, data)
 
 
+@pytest.mark.parametrize("what", ["image", "state", "vote", "layout"])
+@pytest.mark.parametrize("how", ["cut", "gone"])
+def test_what_is_missing_or_cut_at_the_target_is_sent_again(
+    run: Path, tmp_path: Path, what: str, how: str
+) -> None:
+    copy = tmp_path / "copy"
+    assert everstep_("copy", run, copy).exit_code == 0
+    before = kit.objects(copy)
+    name = {
+        "image": names.image(5, 2, 1, 0, "model"),
+        "state": names.state(5, 2, 1, 1),
+        "vote": names.vote(5, 2, 1, 0),
+        "layout": next(name for name in sorted(before) if name.startswith("layouts/")),
+    }[what]
+    data = before[name]
+    (copy / name).unlink()
+    if how == "cut":
+        (copy / name).write_bytes(data[:-3])
+    again = everstep_("copy", run, copy, "--json")
+    assert again.exit_code == 0 and len(keys(said(again)["present"])) == 4
+    assert (what == "layout") or keys(said(again)["resent"]) == [(2, 5)]
+    assert said(again)["sent_bytes"] == len(data)
+    assert kit.objects(copy) == before
+
+
+def test_damage_at_both_places_is_no_success(run: Path, tmp_path: Path) -> None:
+    copy, name = tmp_path / "copy", names.image(5, 2, 1, 0, "model")
+    assert everstep_("copy", run, copy).exit_code == 0
+    for place in (run, copy):
+        (place / name).write_bytes((place / name).read_bytes()[:-3])
+    again = everstep_("copy", run, copy, "--json")
+    assert again.exit_code == 1 and keys(said(again)["failed"]) == [(2, 5)]
+
+
 def test_what_a_live_source_prunes_meanwhile_is_said_and_skipped(run: Path, tmp_path: Path) -> None:
     async def prune(source: LocalBackend) -> None:
         plan = await store_kit.plan_for(source, 2)

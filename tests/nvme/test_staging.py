@@ -9,6 +9,7 @@ from typing import Any
 import everstep
 import pytest
 from everstep import errors
+from everstep.agent import merging
 from everstep.backends.errors import NoSpace
 from everstep.backends.faults import Fault
 
@@ -281,3 +282,31 @@ def test_a_run_goes_on_without_the_node_tier(root: Path, tmp_path: Path) -> None
         assert ckpt.load(again.state) == 1
         assert ckpt.recovery is not None and set(ckpt.recovery.sources) == {"disk"}
     assert same_bits(again.weights(), training.weights())
+
+
+def test_a_merge_whose_share_just_went_from_the_node_takes_the_roots(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    kinds: list[str] = []
+
+    async def merge(backend: Any, job: Any, source: Any, **more: Any) -> Any:
+        kinds.append(source.kind)
+        if source.kind == "node":
+            raise errors.Damaged("an object is missing", name="an object")
+        return await merge_rank(backend, job, source, **more)
+
+    merge_rank = merging.merge_rank
+    monkeypatch.setattr(merging, "merge_rank", merge)
+    training = Training()
+    policy = {"delta_every": 1, "max_chain": 2, "keep_last": 9, "on_slow": "wait"}
+    ckpt = opened(root, tiers=[near(tmp_path / "nvme", keep_last=9)], policy=policy)
+    ckpt.load(training.state)
+    for step in range(1, 6):
+        training.step()
+        handle = ckpt.step(step, training.state)
+        assert handle is not None
+        handle.wait()
+    until(lambda: kinds and not ckpt.status()["agent"]["merging"], "it is merged")
+    ckpt.close()
+    assert kinds[:2] == ["node", "disk"]
+    assert not [one for one in recwarn if "stays a delta" in str(one.message)]

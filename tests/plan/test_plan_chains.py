@@ -213,6 +213,7 @@ def test_what_a_key_needs() -> None:
 def test_what_the_next_deltas_may_stand_on() -> None:
     parents: dict[Key, Key | None] = {(1, 1): None, (1, 2): None, (1, 3): None, (1, 4): (1, 2)}
     assert next_bases(parents) == {(1, 2), (1, 3)}
+    assert next_bases(parents, goes_on=False) == {(1, 3)}
     assert next_bases({**parents, (2, 5): (1, 3)}) == {(1, 3)}
     assert next_bases({}) == set() and next_bases({(1, 4): (1, 2)}) == set()
 

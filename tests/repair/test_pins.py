@@ -11,9 +11,9 @@ from everstep.backends.files import LocalBackend
 from everstep.format import names
 from everstep.format.manifest import Tombstone, encode_decision
 from everstep.store import fsck
-from everstep.store.findings import Kind
-from everstep.store.pins import PIN_MARGIN_S, add_pin, list_pins
-from everstep.store.repair_run import check_and_mend
+from everstep.store.findings import Kind, Severity
+from everstep.store.pins import PIN_MARGIN_S, add_pin, list_pins, remove_pins
+from everstep.store.repair_run import check_and_mend, check_only
 
 from tests.repair.damages import flip
 from tests.shelves import kit
@@ -136,13 +136,40 @@ def test_it_stays_while_another_place_has_the_checkpoint(
     in_run(root, work)
 
 
-def test_one_that_cannot_be_read_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("state", list(STATES), ids=lambda state: state.__name__)
+def test_one_that_cannot_be_read_is_damage_and_holds_what_is_there(
+    tmp_path: Path, state: Callable[[Path], None]
+) -> None:
     async def work(backend: LocalBackend) -> None:
         name = await pinned(backend, expired=True)
-        tombstone_alone(tmp_path)
+        if state is nothing_of_a_former_incarnation:
+            await store_kit.adopt(backend, 1, 2)
+        state(tmp_path)
         flip(40)(tmp_path / name)
-        assert await mend(backend) == []
+        goes = STATES[state][1]
         mended = await check_and_mend(backend)
-        assert [one.name for one in mended.after if one.kind is Kind.PIN] == [name]
+        told = [(one.severity, one.hurts) for one in mended.after if one.kind is Kind.PIN]
+        assert (told, (tmp_path / name).exists()) == (
+            ([], False) if goes else ([(Severity.DAMAGE, "")], True)
+        )
+        assert goes or "unpin" in mended.failed[name]
+        await remove_pins(backend, [name.rpartition("/")[2].removesuffix(".json")])
+        assert not [one for one in (await check_only(backend)).after if one.kind is Kind.PIN]
 
     in_run(tmp_path, work)
+
+
+def test_it_is_written_anew_where_another_place_has_it(tmp_path: Path) -> None:
+    root, tier = tmp_path / "run", tmp_path / "tier"
+
+    async def work(backend: LocalBackend) -> None:
+        name = await pinned(backend, expired=False)
+        shutil.copytree(root, tier)
+        before = (root / name).read_bytes()
+        (root / name).write_bytes(b"")
+        beside = LocalBackend(tier)
+        mended = await check_and_mend(backend, others=[beside])
+        assert [one.name for one in mended.done] == [name] and (root / name).read_bytes() == before
+        await beside.close()
+
+    in_run(root, work)
