@@ -450,7 +450,7 @@ async def _pins(run: _Run) -> AsyncIterator[Finding]:
         if held.error is not None:
             newer = isinstance(held.error, UnknownFormat)
             severity = Severity.CANNOT_TELL if newer else Severity.DAMAGE
-            yield Finding(severity, Kind.PIN, name, key[1], key[0], _unreadable(held))
+            yield Finding(severity, Kind.PIN, name, key[1], key[0], _unreadable_pin(held))
             continue
         if held.expired(time.time()):
             why = "the pin has expired"
@@ -461,7 +461,7 @@ async def _pins(run: _Run) -> AsyncIterator[Finding]:
         yield Finding(Severity.INFO, Kind.PIN, name, key[1], key[0], why)
 
 
-def _unreadable(held: Held) -> str:
+def _unreadable_pin(held: Held) -> str:
     said = str(held.error).removeprefix(f"{names.pin(held.id)}: ")
     return f"{said}; until it is unpinned (--id {held.id}) it holds step {held.key[1]}, whatever it said"
 
