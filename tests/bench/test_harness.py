@@ -133,6 +133,7 @@ def test_rounds_go_forth_and_back_and_failures_end_nothing(
     """With workers that are not started."""
     found = {"works": {"blocking": [1.0, 3.0]}, "floors": {}, "memory": None, "timelines": {}, "notes": ["n"]}
     found |= {
+        "numbers": {},
         "checked": "equal",
         "cold_by": "x",
         "size_bytes": 8,

@@ -125,6 +125,7 @@ ELSEWHERE = {
     **dict.fromkeys(("merge.image.done", "merge.vote.before"), _DELTA),
     **dict.fromkeys([f"repair.put.{at}" for at in ("before", "after")], _REPAIR),
     **dict.fromkeys([f"repair.image.{at}" for at in ("piece", "done")], _REPAIR),
+    "repair.pin.before": "an operator's, cut off there: tests/repair/test_pins.py",
     **dict.fromkeys(("repair.aside", "repair.quarantine.before", "repair.release.before"), _REPAIR),
     "keeper.begun": _PEERS,
     "keeper.grown": _PEERS,

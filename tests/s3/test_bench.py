@@ -69,8 +69,8 @@ def test_a_rival_that_fails_is_named_and_left_out(
 
 
 def test_other_bytes_do_not_count(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = object_store._make_images
-    monkeypatch.setattr(object_store, "_make_images", lambda *args: [*make(*args)[1:], "another"])
+    make = object_store.make_images
+    monkeypatch.setattr(object_store, "make_images", lambda *args: [*make(*args)[1:], "another"])
     with pytest.raises(Mismatch, match="everstep: 4 of 4"):
         run_s3(4 / 1024, 1, tmp_path, lambda what: None, url=url)
 
