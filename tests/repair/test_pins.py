@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from everstep.backends import points
 from everstep.backends.files import LocalBackend
 from everstep.format import names
 from everstep.format.manifest import Tombstone, encode_decision
@@ -173,3 +174,25 @@ def test_it_is_written_anew_where_another_place_has_it(tmp_path: Path) -> None:
         await beside.close()
 
     in_run(root, work)
+
+
+def test_cut_off_before_a_pin_is_removed_the_next_repair_removes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Cut(BaseException):
+        pass
+
+    def hook(name: str, detail: str) -> None:
+        if name == "repair.pin.before":
+            raise Cut(detail)
+
+    async def work(backend: LocalBackend) -> None:
+        name = await pinned(backend, expired=True)
+        without_votes(tmp_path)
+        with monkeypatch.context() as patched, pytest.raises(Cut, match=name):
+            patched.setattr(points, "hook", hook)
+            await mend(backend)
+        assert (tmp_path / name).exists()
+        assert await mend(backend) == [name]
+
+    in_run(tmp_path, work)
