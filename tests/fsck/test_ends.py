@@ -11,30 +11,15 @@ from everstep.backends import points
 from everstep.backends.errors import Permanent
 from everstep.backends.files import LocalBackend
 from everstep.format import names
-from everstep.store import fsck
 from everstep.store.findings import Severity, exit_code
 from everstep.store.repair_run import Mended, check_and_mend, check_only, verdict
 
 from tests.fsck.harms import BASE_IMAGE, BASE_STATE, HARMS, STATE, VOTE
-from tests.fsck.run import BASE, DELTA, Harm, Reach, flip, make_run
+from tests.fsck.run import BASE, DELTA, Harm, Reach, flip
 from tests.fsck.test_harms import ends, files, listed, said, steps_that_load
 from tests.machine import engine
 from tests.machine.world import Trainer
 from tests.store import store_kit as kit
-
-
-@pytest.fixture(autouse=True)
-def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is at work who might decide an attempt meanwhile."""
-    monkeypatch.setattr(fsck, "DECISION_WAIT_S", 0.0)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("whole") / "run"
-    make_run(root)
-    return root
-
 
 ANY = Harm(lambda root: None, lambda root: set(), Reach.LEFT, Reach.LEFT, frozenset(), False, None)
 

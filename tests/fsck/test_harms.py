@@ -11,31 +11,15 @@ from everstep.backends.files import LocalBackend
 from everstep.errors import EverstepError
 from everstep.format import names
 from everstep.format.manifest import Manifest, Tombstone, encode_decision
-from everstep.store import fsck
 from everstep.store.catalog import list_steps, read_decision
 from everstep.store.findings import Finding, Severity, exit_code
 from everstep.store.fsck_images import Extent
 from everstep.store.repair_run import Mended, check_and_mend, check_only, verdict
 
 from tests.fsck.harms import DELTA_OBJECT, FIRST, HARMS, IMAGE, MANIFEST, STATE, VOTE
-from tests.fsck.run import KEYS, Harm, Reach, flip, held_of, layout_of, make_run, on
+from tests.fsck.run import KEYS, Harm, Reach, flip, held_of, layout_of, on
 from tests.machine import engine
 from tests.store import store_kit as kit
-
-
-@pytest.fixture(autouse=True)
-def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is at work who might decide an attempt meanwhile."""
-    monkeypatch.setattr(fsck, "DECISION_WAIT_S", 0.0)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run; copied, never changed."""
-    root = tmp_path_factory.mktemp("whole") / "run"
-    make_run(root)
-    return root
-
 
 EVERY = pytest.mark.parametrize("what", list(HARMS))
 
