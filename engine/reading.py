@@ -7,6 +7,7 @@ compared, and one rank's failure is every rank's.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,6 +22,7 @@ from .plan import whose
 from .plan.whose import Key
 from .saved import Checkpoint, Wanted
 from .sharing import Bring
+from .snapshot.views import no_collection
 from .state.elastic import check_data, derive_rng, reshard_loader_state
 from .state.merge import Saved, Skeleton, differences, merged
 from .state.plan_base import Extra
@@ -90,16 +92,20 @@ def as_values(rank: int, parts: Collection[str] | None, keys: Collection[str] | 
     and what ``rank`` lacks from the ranks that have it."""
 
     def read(opened: Callable[[], Sequence[Source]], phases: Phases) -> Filled:
-        return phases.each(lambda: values_of(Checkpoint(opened())))
+        return phases.each(lambda: values_of(opened()))
 
-    def values_of(checkpoint: Checkpoint) -> Filled:
-        _check_rank(checkpoint, rank)
-        checkpoint.meta(rank)  # nothing here needs it, but a snapshot is taken whole or not at all
-        saved = checkpoint.images(whose.representatives(checkpoint.layouts, rank))
-        skeleton = merged(saved) if len(saved) > 1 else Skeleton.of(saved[0])
-        plan = plan_values(skeleton, parts=parts, keys=keys)
-        report = checkpoint.fill(plan.wanted(), plan.sources())
-        return Filled.of(checkpoint, report, values=plan.finish())
+    def values_of(sources: Sequence[Source]) -> Filled:
+        with no_collection():
+            checkpoint = Checkpoint(sources)
+            _check_rank(checkpoint, rank)
+            checkpoint.meta(rank)  # nothing here needs it, but a snapshot is taken whole or not at all
+            saved = checkpoint.images(whose.representatives(checkpoint.layouts, rank))
+            skeleton = merged(saved) if len(saved) > 1 else Skeleton.of(saved[0])
+            plan = plan_values(skeleton, parts=parts, keys=keys)
+            wanted = plan.wanted()
+        report = checkpoint.fill(wanted, plan.sources())
+        with no_collection():
+            return Filled.of(checkpoint, report, values=plan.finish())
 
     return read
 
@@ -130,6 +136,20 @@ class _Load:
 
     def _run(self, opened: Callable[[], Sequence[Source]], ahead: Ahead) -> Filled:
         phases = self.phases
+        with contextlib.ExitStack() as stack:
+            # Each of the many objects that are made lives until the end: collections would find nothing, and look at
+            # all that the trainer has. While bytes are read they may run.
+            with no_collection():
+                checkpoint, plan = self._planned(opened, ahead)
+                filling = checkpoint.filling(phases, lambda: self._asked(plan), self.bring, ahead)
+                fill_now = stack.enter_context(filling)
+            return phases.each(lambda: self._fill(checkpoint, plan, fill_now))
+
+    def _planned(
+        self, opened: Callable[[], Sequence[Source]], ahead: Ahead
+    ) -> tuple[Checkpoint, RestorePlan]:
+        """The checkpoint, and what is filled from it: all ranks have compared, and agree that it fits."""
+        phases = self.phases
         checkpoint, plan = phases.each(lambda: self._compare(self._open(opened, ahead)))
         told = phases.share([bool(plan.extra), sorted(self._special())])
         if any(extra for extra, _ in told):
@@ -139,8 +159,7 @@ class _Load:
             special = {part for _, parts in told for part in parts}
             unequal = phases.from_first(lambda: _unequal(checkpoint, special))
         phases.each(lambda: self._check(checkpoint, plan, unequal))
-        with checkpoint.filling(phases, lambda: self._asked(plan), self.bring, ahead) as fill_now:
-            return phases.each(lambda: self._fill(checkpoint, plan, fill_now))
+        return checkpoint, plan
 
     def _open(self, opened: Callable[[], Sequence[Source]], ahead: Ahead) -> Checkpoint:
         """Where it is sure that this rank reads all images of its own, and nobody else does, that begins at once."""
@@ -274,7 +293,8 @@ class _Load:
 
     def _fill(self, checkpoint: Checkpoint, plan: RestorePlan, fill_now: Callable[[], FillReport]) -> Filled:
         report = fill_now()
-        loosened = plan.finish()
+        with no_collection():
+            loosened = plan.finish()
         if self.own is None and RNG in self._special() and self.phases.rank == 0:
             warnings.warn(
                 f"everstep: step {checkpoint.step} was written by {checkpoint.world} rank(s) and is loaded by "
