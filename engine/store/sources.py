@@ -186,14 +186,14 @@ class DurableSource:
         for image in images:
             name = self.locate(rank, image)
             self._sizes[name] = _started(self._read_size(name))
-        packed = [_started(self._expect_packed(rank, image)) for image in images]
-        await asyncio.wait([*self._expected.values(), *self._sizes.values(), *packed])
-
-    async def _expect_packed(self, rank: int, image: str) -> None:
-        """What is needed to decode the image, if it is packed: its table, and its base's vote."""
-        packed = await self._packed(rank, image)
-        if packed is not None and packed[0].record.base is not None:
-            await self.explained(self.bases.check(packed[0].record, rank, packed[0].name))
+        # What decodes an image, if it is packed: its table, and its base's vote.
+        tables = [_started(self._packed(rank, image)) for image in images]
+        bases = [
+            _started(self.explained(self.bases.check(records[image], rank, self.locate(rank, image))))
+            for image in images
+            if records[image].base is not None
+        ]
+        await asyncio.wait([*self._expected.values(), *self._sizes.values(), *tables, *bases])
 
     async def _read_layout(self, key: str) -> Layout:
         async def read() -> Layout:
