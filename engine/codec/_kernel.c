@@ -308,7 +308,7 @@ INLINE void put_bits(BitsOut *out, uint64_t bits, unsigned length) {
     out->have &= 7;
 }
 
-#define PUT_BITS 57 /* what can be put at once: with the bits before it, it has to fit into a word */
+#define PUT_BITS 56 /* what can be put at once: with up to seven bits before it, it has to be less than a word */
 
 /* Neighbours are put together; there are `pairs` of them. */
 INLINE void merge(const uint64_t *bits, const uint64_t *lengths, Py_ssize_t pairs, uint64_t *restrict both,

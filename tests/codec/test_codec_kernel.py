@@ -164,6 +164,20 @@ def test_looks(monkeypatch: pytest.MonkeyPatch, item: int) -> None:
 
 
 @needs_kernel
+@pytest.mark.parametrize(("total", "each"), itertools.product(range(54, 59), (2, 4, 8)))
+def test_neighbours_whose_bits_just_fit(monkeypatch: pytest.MonkeyPatch, total: int, each: int) -> None:
+    """Two, four or eight numbers have about as many bits together as the kernel puts at once."""
+    rng = np.random.default_rng(total)
+    count = 20_003
+    lengths = np.resize([(total + i) // each for i in range(each)], count)
+    base = rng.integers(0, 256, count * 4, np.uint8)
+    words = base.view("<u4") + (rng.integers(1 << 31, 1 << 32, count) >> (29 - lengths)).astype("<u4")
+    setting = classes.Setting(INT_CLASSES, 4, 0, 0, 1)
+    fast, plain = both(monkeypatch, lambda: coded(words.view(np.uint8), base, setting))
+    assert fast == plain
+
+
+@needs_kernel
 def test_frequencies_of_any_weights_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of such as nobody writes: each context's sum up, and none is lost."""
     rng = np.random.default_rng(7)
