@@ -378,7 +378,7 @@ INLINE uint64_t classify_some(const uint8_t *new, const uint8_t *base, const Set
         memset(room, 0, sizeof room);
     }
     for (Py_ssize_t at = 0; at < n; at += TILE) {
-        Py_ssize_t some = n - at < TILE ? n - at : TILE, i = 0;
+        Py_ssize_t some = n - at < TILE ? n - at : TILE, i;
         const uint8_t *mine = new + at * item, *other = base + at * item;
         if (item == 8)
             classify64(mine, other, set, set->transform, some, marks + at, lengths.wide, rest.wide);
@@ -392,11 +392,15 @@ INLINE uint64_t classify_some(const uint8_t *new, const uint8_t *base, const Set
             classify16(mine, other, set, INT_CLASSES, some, marks + at, lengths.narrow, rest.narrow);
         else
             classify8(mine, other, set, set->transform, some, marks + at, lengths.narrow, rest.narrow);
-        for (i = 0; i + 2 <= some; i += 2) {
-            counts[marks[at + i]]++;
-            again[marks[at + i + 1]]++;
+        for (i = 0; i + 16 <= some; i += 16) {
+            __builtin_prefetch(mine + (TILE + i) * item); /* the next tile comes meanwhile */
+            __builtin_prefetch(other + (TILE + i) * item);
+            for (int j = 0; j < 16; j += 2) {
+                counts[marks[at + i + j]]++;
+                again[marks[at + i + j + 1]]++;
+            }
         }
-        if (i < some)
+        for (; i < some; i++)
             counts[marks[at + i]]++;
         for (i = 0; item == 8 && i < some; i++) {
             unsigned length = (unsigned)lengths.wide[i], low = length < 32 ? length : 32;

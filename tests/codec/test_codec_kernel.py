@@ -164,7 +164,7 @@ def test_looks(monkeypatch: pytest.MonkeyPatch, item: int) -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize(("total", "each"), itertools.product(range(54, 59), (2, 4, 8)))
+@pytest.mark.parametrize(("total", "each"), list(itertools.product(range(54, 59), (2, 4, 8))))
 def test_neighbours_whose_bits_just_fit(monkeypatch: pytest.MonkeyPatch, total: int, each: int) -> None:
     """Two, four or eight numbers have about as many bits together as the kernel puts at once."""
     rng = np.random.default_rng(total)
@@ -240,14 +240,6 @@ def test_the_kernel_looks_at_sizes_itself() -> None:
     bytes_ = np.zeros(16, np.uint8)
     room = np.zeros(15, np.uint8)
     slots, even = np.zeros(CONTEXTS_MAX << SCALE_BITS + 2, np.uint8), np.full(256, 16, np.uint16)
-    rows, table, marks, out = (
-        np.zeros(99, np.int64),
-        np.zeros(256, np.uint8),
-        np.zeros(8, np.uint8),
-        np.zeros(72, np.uint8),
-    )
-    looked, coded = KERNEL.look, KERNEL.code
-    assert coded(bytes_, bytes_, 5, 4, 23, 0, 1, 8, table, marks, marks.copy(), out) == (0, 0, 32)
     wrong = [
         lambda: KERNEL.split(bytes_, None, XOR, 4, False, bytes_.copy()),
         lambda: KERNEL.split(bytes_, room, XOR, 4, False, bytes_.copy()),
@@ -268,6 +260,33 @@ def test_the_kernel_looks_at_sizes_itself() -> None:
         lambda: KERNEL.changed(bytes_, room, 1, room[:2].copy()),
         lambda: KERNEL.changed(bytes_, bytes_, 1, room[:1].copy()),
         lambda: KERNEL.changed(bytes_, bytes_, 3, room[:1].copy()),
+        lambda: KERNEL.frequencies(np.zeros(256, np.uint8), np.zeros(255, np.uint16)),
+        lambda: KERNEL.declassify(bytes_, 8, room, even, bytes_, 5, 4, 23, 0, 1, slots, bytes_.copy()),
+        lambda: KERNEL.declassify(slots, 8, room, even, room, 5, 4, 23, 0, 1, slots, bytes_.copy()),
+        lambda: KERNEL.declassify(slots, 8, room, even, bytes_, 5, 4, 23, 0, 2, slots, bytes_.copy()),
+        lambda: KERNEL.declassify(slots, 8, room, even, bytes_, 5, 4, 23, 0, 1, slots[1:], bytes_.copy()),
+        lambda: KERNEL.split(bytes_[::2], None, NONE, 1, False, room[:8]),
+    ]
+    for call in wrong:
+        with pytest.raises(ValueError):
+            call()
+    assert KERNEL.fill(room[:1], room[:0], bytes_.copy()) is False
+    assert KERNEL.pick(bytes_, room[:1], 1, room[:0].copy()) is False
+    assert KERNEL.place(bytes_, room[:1], 1, bytes_.copy()) is False
+
+
+@needs_kernel
+def test_looking_and_coding_look_at_sizes_too() -> None:
+    bytes_, room = np.zeros(16, np.uint8), np.zeros(15, np.uint8)
+    rows, table, marks, out = (
+        np.zeros(99, np.int64),
+        np.zeros(256, np.uint8),
+        np.zeros(8, np.uint8),
+        np.zeros(72, np.uint8),
+    )
+    looked, coded = KERNEL.look, KERNEL.code
+    assert coded(bytes_, bytes_, 5, 4, 23, 0, 1, 8, table, marks, marks.copy(), out) == (0, 0, 32)
+    wrong = [
         lambda: looked(bytes_, room, 5, 4, 23, 1, 8, 256, rows),
         lambda: looked(bytes_, bytes_, 5, 4, 32, 1, 8, 256, rows),
         lambda: looked(bytes_, bytes_, 5, 4, 23, 17, 8, 256, rows),
@@ -285,16 +304,7 @@ def test_the_kernel_looks_at_sizes_itself() -> None:
         lambda: coded(bytes_, bytes_, 5, 4, 23, 0, 1, 8, table, marks[1:], marks, out),
         lambda: coded(bytes_, bytes_, 5, 4, 23, 0, 1, 8, table, marks, marks[1:], out),
         lambda: coded(bytes_, bytes_, 5, 4, 23, 0, 1, 8, table, marks, marks, out[1:]),
-        lambda: KERNEL.frequencies(np.zeros(256, np.uint8), np.zeros(255, np.uint16)),
-        lambda: KERNEL.declassify(bytes_, 8, room, even, bytes_, 5, 4, 23, 0, 1, slots, bytes_.copy()),
-        lambda: KERNEL.declassify(slots, 8, room, even, room, 5, 4, 23, 0, 1, slots, bytes_.copy()),
-        lambda: KERNEL.declassify(slots, 8, room, even, bytes_, 5, 4, 23, 0, 2, slots, bytes_.copy()),
-        lambda: KERNEL.declassify(slots, 8, room, even, bytes_, 5, 4, 23, 0, 1, slots[1:], bytes_.copy()),
-        lambda: KERNEL.split(bytes_[::2], None, NONE, 1, False, room[:8]),
     ]
     for call in wrong:
         with pytest.raises(ValueError):
             call()
-    assert KERNEL.fill(room[:1], room[:0], bytes_.copy()) is False
-    assert KERNEL.pick(bytes_, room[:1], 1, room[:0].copy()) is False
-    assert KERNEL.place(bytes_, room[:1], 1, bytes_.copy()) is False
