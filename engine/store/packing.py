@@ -35,13 +35,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("everstep.store")
 
-PIECE_BYTES = 8 << 20
-"""What is hashed, and coded, at once (whole chunks), and one write."""
+PIECE_BYTES = 4 << 20
+"""What is hashed, and coded, at once (whole chunks), and one write: little enough for what one step leaves to be in the
+caches when the next one wants it."""
 
 PIECES_AHEAD = 1
 """Pieces of an image that are coded while another one is written. So an image takes two buffers of ``PIECE_BYTES`` that
 are written, and one for the base's chunks and one for what comes out for each piece that is coded; besides, each thread
 of the pool keeps the codec's scratch."""
+
+SPARE_MAX = 12
+"""Buffers that are kept for the next images, and flushes: those of two images. Fresh memory has to be cleared first, which
+takes longer than coding what it holds."""
+
+_SPARE: list[memoryview] = []
 
 R = TypeVar("R")
 
@@ -99,7 +106,7 @@ async def write_packed(
                 hashes.append(coded.hashes)
                 rows += coded.rows
                 await output.put(coded.parts)
-                packing.done(coded)
+                _give(coded.buffers)
                 if len(hashes) == 1:
                     reach("flush.image.first", name)
             await output.put([encode_tail(len(view), chunk_bytes, rows)])
@@ -135,6 +142,20 @@ class _Coded:
     buffers: list[memoryview]
 
 
+def _take(nbytes: int) -> memoryview:
+    """A buffer with anything in it."""
+    try:
+        spare = _SPARE.pop()
+    except IndexError:
+        return aligned_buffer(nbytes)
+    return spare if len(spare) == nbytes else aligned_buffer(nbytes)
+
+
+def _give(buffers: Sequence[memoryview]) -> None:
+    """Nobody reads or writes them any more."""
+    _SPARE.extend(buffers[: max(SPARE_MAX - len(_SPARE), 0)])
+
+
 class _Packing:
     """One image, being coded."""
 
@@ -155,7 +176,7 @@ class _Packing:
         self._pool = pool
         self._layout = layout
         self._base = base
-        self._free: list[memoryview] = []
+        self._buffer_bytes = max(PIECE_BYTES, chunk_bytes)
 
     async def code(self, start: int, end: int) -> _Coded:
         """The chunks in the bytes ``start`` to ``end`` of the image."""
@@ -166,10 +187,10 @@ class _Packing:
         changed = [at for at in range(count) if not self._is_same(first + at, hashes, at)]
         if not changed:
             return _Coded(hashes, [(REFERENCE, 0)] * count, [], [])
-        buffers = [self._buffer()]
+        buffers = [_take(self._buffer_bytes)]
         there = set[int]()
         if self._base is not None:
-            buffers.append(self._buffer())
+            buffers.append(_take(self._buffer_bytes))
             there = await self._read_base(self._base, first, changed, buffers[1][: end - start])
 
         async def one(at: int) -> tuple[int, memoryview]:
@@ -184,14 +205,6 @@ class _Packing:
             rows.append((code, len(payload)))
             parts.append(payload)
         return _Coded(hashes, rows, parts, buffers)
-
-    def _buffer(self) -> memoryview:
-        """For the base's chunks of a piece, or what comes out; the same few again and again."""
-        return self._free.pop() if self._free else aligned_buffer(max(PIECE_BYTES, self._chunk_bytes))
-
-    def done(self, coded: _Coded) -> None:
-        """The piece was written."""
-        self._free += coded.buffers
 
     def _is_same(self, index: int, hashes: bytes, at: int) -> bool:
         if self._base is None:
@@ -252,7 +265,7 @@ class _Output:
         self._writer = writer
         self._pool = pool
         self._hasher = ChunkHasher(chunk_bytes)
-        self._buffers = [aligned_buffer(PIECE_BYTES), aligned_buffer(PIECE_BYTES)]
+        self._buffers = [_take(PIECE_BYTES), _take(PIECE_BYTES)]
         self._filled = 0
         self._writing: asyncio.Future[None] | None = None
 
@@ -292,6 +305,7 @@ class _Output:
         if self._filled:
             await self._send()
         await self._wait()
+        _give(self._buffers)
         chunks = self._hasher.finish()
         nbytes = self._hasher.nbytes
         return StoredRecord(nbytes, image_root(nbytes, chunks), chunks)
