@@ -48,6 +48,9 @@ SPARE_MAX = 12
 """Buffers that are kept for the next images, and flushes: those of two images. Fresh memory has to be cleared first, which
 takes longer than coding what it holds."""
 
+SMALL_BYTES = 32 << 10
+"""Less is copied while the interpreter's lock is held: to have it back takes longer."""
+
 _SPARE: list[memoryview] = []
 
 R = TypeVar("R")
@@ -250,7 +253,10 @@ class _Packing:
             return code, chunk
         end = 0
         for part in parts:
-            copy_bytes(room[end : end + len(part)], memoryview(part))
+            if len(part) < SMALL_BYTES:
+                room[end : end + len(part)] = part
+            else:
+                copy_bytes(room[end : end + len(part)], memoryview(part))
             end += len(part)
         return code, room[:end]
 
