@@ -1,5 +1,5 @@
-"""Memory that each thread uses again, chunk after chunk, and leaves to others: fresh memory costs more than what is done
-with it."""
+"""Memory that each thread uses again, chunk after chunk, and leaves to others: fresh memory costs more than what is
+done with it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ class _Memory:
         except IndexError:
             self.bytes = np.empty(SCRATCH_BYTES, np.uint8)
 
-    def __del__(self) -> None:
-        if len(_SPARE) < SPARE_MAX:
-            _SPARE.append(self.bytes)
+    def __del__(self, spare: list[Any] = _SPARE, most: int = SPARE_MAX) -> None:
+        # Given, for at the interpreter's end the module has no names any more.
+        if len(spare) < most:
+            spare.append(self.bytes)
 
 
 class _Scratch(threading.local):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -44,14 +45,15 @@ PIECES_AHEAD = 1
 are written, and one for the base's chunks and one for what comes out for each piece that is coded; besides, each thread
 of the pool keeps the codec's scratch."""
 
-SPARE_MAX = 12
-"""Buffers that are kept for the next images, and flushes: those of two images. Fresh memory has to be cleared first, which
-takes longer than coding what it holds."""
+SPARE_BYTES = 48 << 20
+"""Buffers that are kept for the next images, and flushes: those of two images at a time. Fresh memory has to be cleared
+first, which takes longer than coding what it holds."""
 
 SMALL_BYTES = 32 << 10
 """Less is copied while the interpreter's lock is held: to have it back takes longer."""
 
 _SPARE: list[memoryview] = []
+_SPARE_LOCK = threading.Lock()
 
 R = TypeVar("R")
 
@@ -109,11 +111,12 @@ async def write_packed(
                 hashes.append(coded.hashes)
                 rows += coded.rows
                 await output.put(coded.parts)
-                _give(coded.buffers)
+                packing.done(coded)
                 if len(hashes) == 1:
                     reach("flush.image.first", name)
             await output.put([encode_tail(len(view), chunk_bytes, rows)])
             stored = await output.finish()
+            packing.finish()
             reach("flush.packed.before", name)
             await writer.commit()
         except BaseException:
@@ -147,16 +150,19 @@ class _Coded:
 
 def _take(nbytes: int) -> memoryview:
     """A buffer with anything in it."""
-    try:
-        spare = _SPARE.pop()
-    except IndexError:
-        return aligned_buffer(nbytes)
-    return spare if len(spare) == nbytes else aligned_buffer(nbytes)
+    with _SPARE_LOCK:
+        for at, spare in enumerate(_SPARE):
+            if len(spare) == nbytes:
+                return _SPARE.pop(at)
+    return aligned_buffer(nbytes)
 
 
 def _give(buffers: Sequence[memoryview]) -> None:
     """Nobody reads or writes them any more."""
-    _SPARE.extend(buffers[: max(SPARE_MAX - len(_SPARE), 0)])
+    with _SPARE_LOCK:
+        for buffer in buffers:
+            if sum(map(len, _SPARE)) + len(buffer) <= SPARE_BYTES:
+                _SPARE.append(buffer)
 
 
 class _Packing:
@@ -179,7 +185,7 @@ class _Packing:
         self._pool = pool
         self._layout = layout
         self._base = base
-        self._buffer_bytes = max(PIECE_BYTES, chunk_bytes)
+        self._free: list[memoryview] = []
 
     async def code(self, start: int, end: int) -> _Coded:
         """The chunks in the bytes ``start`` to ``end`` of the image."""
@@ -190,10 +196,10 @@ class _Packing:
         changed = [at for at in range(count) if not self._is_same(first + at, hashes, at)]
         if not changed:
             return _Coded(hashes, [(REFERENCE, 0)] * count, [], [])
-        buffers = [_take(self._buffer_bytes)]
+        buffers = [self._buffer()]
         there = set[int]()
         if self._base is not None:
-            buffers.append(_take(self._buffer_bytes))
+            buffers.append(self._buffer())
             there = await self._read_base(self._base, first, changed, buffers[1][: end - start])
 
         async def one(at: int) -> tuple[int, memoryview]:
@@ -208,6 +214,18 @@ class _Packing:
             rows.append((code, len(payload)))
             parts.append(payload)
         return _Coded(hashes, rows, parts, buffers)
+
+    def _buffer(self) -> memoryview:
+        """For the base's chunks of a piece, or what comes out; the same few again and again."""
+        return self._free.pop() if self._free else _take(max(PIECE_BYTES, self._chunk_bytes))
+
+    def done(self, coded: _Coded) -> None:
+        """The piece was written."""
+        self._free += coded.buffers
+
+    def finish(self) -> None:
+        """All of them were."""
+        _give(self._free)
 
     def _is_same(self, index: int, hashes: bytes, at: int) -> bool:
         if self._base is None:
