@@ -297,7 +297,6 @@ class Checkpoints(Model):
         assert set(self.places[ROOT].chain(adopted)) <= self.places[ROOT].standing.keys(), (
             f"{adopted} was adopted, and went"
         )
-        self.adopted[writer + 1] = adopted
         self.goes_on_unaware(writer, one, retention)
         self.become(adopted)
 
@@ -313,13 +312,14 @@ class Checkpoints(Model):
         stood = self.process.run_both(work, at, adopt)
         assert stood is not None
         self.look()
+        self.adopted[writer + 1] = key
         if stood:
             return key
-        self.adopted[writer + 1] = key
         left = self.whole(ROOT)
         assert left, f"{key} was gone when it was adopted, and nothing else is there"
         key = left[-1]
         assert self.process.run(adopt)
+        self.adopted[writer + 2] = key
         return key
 
     def goes_on_unaware(self, writer: int, one: Training, retention: Retention) -> None:
