@@ -31,8 +31,9 @@ from .memory.process import boot_id
 from .parities import Found as Parity
 from .parities import ParityStanding, Place, look_for_parity, pin_parity, prove_parity, worth_telling
 from .peers.address import own_address
+from .peers.described import PARITY_RANK
 from .ranks import Ranks
-from .rebuilding import PARITY_RANK, RebuiltSource
+from .rebuilding import RebuiltSource
 from .store.blocking import run_blocking
 from .store.flush import IMAGE_REGION, LAYOUT_REGION, META_REGION
 from .store.holdings import Copies, Found, Key, look_in_memory, pin_copies
