@@ -70,6 +70,26 @@ def open_backend(
     )
 
 
+def kind_of(url: str | os.PathLike[str]) -> str:
+    """The protocol of a store, for :func:`load_kind`; "" for local files."""
+    return "" if is_local(url) else _parts(str(url))[0]
+
+
+def load_kind(kind: str) -> None:
+    """Load the modules that backends of that protocol need, which takes half a second: before one is opened."""
+    if kind in S3_PROTOCOLS:
+        from . import s3
+
+        del s3
+        return
+    import fsspec
+
+    from . import fsspecfs
+
+    del fsspecfs
+    fsspec.get_filesystem_class(kind)
+
+
 def _open_local(url: str | os.PathLike[str], *, shared: bool, threads: int, bound: bool) -> Backend:
     path = local_path(url)
     door = None

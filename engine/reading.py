@@ -130,17 +130,28 @@ class _Load:
 
     def _run(self, opened: Callable[[], Sequence[Source]], ahead: Ahead) -> Filled:
         phases = self.phases
-        checkpoint, plan = phases.each(lambda: self._compare(self._open(opened, ahead)))
-        told = phases.share([bool(plan.extra), sorted(self._special())])
+        (checkpoint, plan), told = phases.exchange(lambda: self._compared(opened, ahead))
         if any(extra for extra, _ in told):
             self._settle(checkpoint, plan)
         unequal: dict[str, list[int]] = {}
         if self.own is None and checkpoint.world > 1:
             special = {part for _, parts in told for part in parts}
             unequal = phases.from_first(lambda: _unequal(checkpoint, special))
-        phases.each(lambda: self._check(checkpoint, plan, unequal))
-        with checkpoint.filling(phases, lambda: self._asked(plan), self.bring, ahead) as fill_now:
+
+        def asked() -> tuple[Wanted, list[int | None], set[Key]]:
+            self._check(checkpoint, plan, unequal)
+            return self._asked(plan)
+
+        with checkpoint.filling(phases, asked, self.bring, ahead) as fill_now:
             return phases.each(lambda: self._fill(checkpoint, plan, fill_now))
+
+    def _compared(
+        self, opened: Callable[[], Sequence[Source]], ahead: Ahead
+    ) -> tuple[tuple[Checkpoint, RestorePlan], Any]:
+        """The checkpoint and this rank's plan; for all ranks: whether it leaves something out, and parts that are of no
+        rank alone."""
+        checkpoint, plan = self._compare(self._open(opened, ahead))
+        return (checkpoint, plan), [bool(plan.extra), sorted(self._special())]
 
     def _open(self, opened: Callable[[], Sequence[Source]], ahead: Ahead) -> Checkpoint:
         """Where it is sure that this rank reads all images of its own, and nobody else does, that begins at once."""

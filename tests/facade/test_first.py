@@ -184,6 +184,18 @@ def test_it_ends_with_its_trainer_even_if_that_leaves_children(
     run.go_on()
 
 
+def test_one_process_of_a_node_has_it_and_it_loads_what_the_root_needs(
+    root: Path, starts: Starts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with opened(root, agent="process") as ckpt:
+        assert ckpt._standby is None and starts == []
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with everstep.Checkpointer("s3://bucket/run", storage_options={"anon": True}) as ckpt:
+        standing_by(ckpt)
+        assert starts[0][-2:] == ["--standby", "--load=s3"]
+
+
 def test_one_that_was_lost_is_no_loss(root: Path, starts: Starts) -> None:
     with opened(root, agent="process") as ckpt:
         process = standing_by(ckpt)
