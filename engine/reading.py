@@ -37,6 +37,9 @@ PROOF_BYTES_MAX = 256 << 20
 """Tensors that several ranks have for themselves are read from all of them, to see whether they are equal, up to
 this much in all."""
 
+UNCOLLECTED_BYTES = 16 << 30
+"""Reading more, collections may run meanwhile: clients of stores leave garbage with each request."""
+
 TOLD_MAX = 40
 """Differences between ranks that are told one by one."""
 
@@ -138,11 +141,13 @@ class _Load:
         phases = self.phases
         with contextlib.ExitStack() as stack:
             # Each of the many objects that are made lives until the end: collections would find nothing, and look at
-            # all that the trainer has. While bytes are read they may run.
+            # all that the trainer has.
             with no_collection():
                 checkpoint, plan = self._planned(opened, ahead)
                 filling = checkpoint.filling(phases, lambda: self._asked(plan), self.bring, ahead)
                 fill_now = stack.enter_context(filling)
+                if sum(view.nbytes for _, view in plan.wanted()) <= UNCOLLECTED_BYTES:
+                    return phases.each(lambda: self._fill(checkpoint, plan, fill_now))
             return phases.each(lambda: self._fill(checkpoint, plan, fill_now))
 
     def _planned(
