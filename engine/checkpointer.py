@@ -413,18 +413,18 @@ class Checkpointer:
         """Room for the slots, before the first step: too little is told here, by all ranks."""
         ranks, tier = self._meet()
         self._compare_nodes(ranks, tier)
-        copies = Copies.on(ranks.rank, self._nodes, self._holders)
 
         def reserve() -> None:
             run_secret()  # one that cannot be read is told, though this job may do without
-            given = self._memory.bytes if self._memory is not None else None
+            copies = Copies.on(ranks.rank, self._nodes, self._holders)
             run = find_run(self._backend)
             tier.reserve(
-                given or expected_slot_bytes(state, ranks.world, copies),
+                (self._memory and self._memory.bytes) or expected_slot_bytes(state, ranks.world, copies),
                 chunk_bytes=run.chunk_bytes if run is not None else CHUNK_BYTES,
                 adopted=self._origin.adopted,
                 run_id=run.run_id if run is not None else "",
                 held=self._held,
+                behind=self.recovery is not None,
             )
             self._held = []
             self._rollbacks.reserve(state, tier.arena)

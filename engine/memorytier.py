@@ -97,15 +97,24 @@ class MemoryTier:
         return arena_dir(self._room.base, self._place.run_key)
 
     def reserve(
-        self, slot_bytes: int, *, chunk_bytes: int, adopted: Key | None, run_id: str, held: Sequence[Arena]
+        self,
+        slot_bytes: int,
+        *,
+        chunk_bytes: int,
+        adopted: Key | None,
+        run_id: str,
+        held: Sequence[Arena],
+        behind: bool = False,
     ) -> None:
         """Have an arena with slots of at least ``slot_bytes``: the one a former process of this rank left, if it
         fits, else a new one; what holds the adopted snapshot is kept beside it. ``held`` are arenas without a
-        path, that the agent kept. Raises MemoryTooSmall before training starts."""
+        path, that the agent kept. Raises MemoryTooSmall before training starts. ``behind``: a new one's memory is only
+        looked for, and reserved beside what the trainer does next; the next call waits for that, and raises."""
         if self._arena is not None or self._room.private:
             for arena in held:
                 arena.close()
         if self._arena is not None:
+            self._await_reserved()
             return
         self._adopted = adopted
         left = [] if self._room.private else self._left_behind(adopted, run_id, chunk_bytes, held)
@@ -119,9 +128,21 @@ class MemoryTier:
             if arena is not room:
                 arena.close()
         if room is not None:
-            room.populate("background")
+            room.populate("behind")  # whoever left it may have been killed before it had all its memory
             self.is_shared = room.info.path is not None
-        self._arena = room or self._create(slot_bytes, chunk_bytes)
+        self._arena = room or self._create(slot_bytes, chunk_bytes, behind=behind and not self._room.private)
+
+    def _await_reserved(self) -> None:
+        try:
+            self.arena.await_reserved()
+        except (
+            MemoryTooSmall
+        ):  # others took it meanwhile: said, or done without, as if it had been too little before
+            info = self.arena.info
+            self.arena.unlink()
+            self.arena.close()
+            self._arena = None
+            self._arena = self._create(info.slot_bytes, info.chunk_bytes)
 
     def await_populated(self) -> None:
         """Until every slot has its memory, in this process's map; of large slots the last come behind training."""
@@ -298,7 +319,7 @@ class MemoryTier:
         ours = info.kind is Kind.OWN and info.rank == self._rank
         return ours and info.run_id in ("", run_id) and not alive
 
-    def _create(self, slot_bytes: int, chunk_bytes: int) -> Arena:
+    def _create(self, slot_bytes: int, chunk_bytes: int, *, behind: bool = False) -> Arena:
         make: dict[str, Any] = {
             "run_key": self._place.run_key,
             "node": self._place.node,
@@ -308,7 +329,7 @@ class MemoryTier:
             "slot_bytes": slot_bytes,
             "chunk_bytes": chunk_bytes,
             # Beside what the trainer does until its first snapshot: a restart should not wait for it.
-            "populate": "background",
+            "populate": "behind" if behind else "background",
         }
         if not self._room.private:
             try:

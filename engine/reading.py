@@ -7,6 +7,7 @@ compared, and one rank's failure is every rank's.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,6 +22,7 @@ from .plan import whose
 from .plan.whose import Key
 from .saved import Checkpoint, Wanted
 from .sharing import Bring
+from .snapshot.views import no_collection
 from .state.elastic import check_data, derive_rng, reshard_loader_state
 from .state.merge import Saved, Skeleton, differences, merged
 from .state.plan_base import Extra
@@ -34,6 +36,9 @@ from .store.sources import KINDS, Source
 PROOF_BYTES_MAX = 256 << 20
 """Tensors that several ranks have for themselves are read from all of them, to see whether they are equal, up to
 this much in all."""
+
+UNCOLLECTED_BYTES = 16 << 30
+"""Reading more, collections may run meanwhile: clients of stores leave garbage with each request."""
 
 TOLD_MAX = 40
 """Differences between ranks that are told one by one."""
@@ -90,16 +95,20 @@ def as_values(rank: int, parts: Collection[str] | None, keys: Collection[str] | 
     and what ``rank`` lacks from the ranks that have it."""
 
     def read(opened: Callable[[], Sequence[Source]], phases: Phases) -> Filled:
-        return phases.each(lambda: values_of(Checkpoint(opened())))
+        return phases.each(lambda: values_of(opened()))
 
-    def values_of(checkpoint: Checkpoint) -> Filled:
-        _check_rank(checkpoint, rank)
-        checkpoint.meta(rank)  # nothing here needs it, but a snapshot is taken whole or not at all
-        saved = checkpoint.images(whose.representatives(checkpoint.layouts, rank))
-        skeleton = merged(saved) if len(saved) > 1 else Skeleton.of(saved[0])
-        plan = plan_values(skeleton, parts=parts, keys=keys)
-        report = checkpoint.fill(plan.wanted(), plan.sources())
-        return Filled.of(checkpoint, report, values=plan.finish())
+    def values_of(sources: Sequence[Source]) -> Filled:
+        with no_collection():
+            checkpoint = Checkpoint(sources)
+            _check_rank(checkpoint, rank)
+            checkpoint.meta(rank)  # nothing here needs it, but a snapshot is taken whole or not at all
+            saved = checkpoint.images(whose.representatives(checkpoint.layouts, rank))
+            skeleton = merged(saved) if len(saved) > 1 else Skeleton.of(saved[0])
+            plan = plan_values(skeleton, parts=parts, keys=keys)
+            wanted = plan.wanted()
+        report = checkpoint.fill(wanted, plan.sources())
+        with no_collection():
+            return Filled.of(checkpoint, report, values=plan.finish())
 
     return read
 
@@ -130,6 +139,27 @@ class _Load:
 
     def _run(self, opened: Callable[[], Sequence[Source]], ahead: Ahead) -> Filled:
         phases = self.phases
+        with contextlib.ExitStack() as stack:
+            # Each of the many objects that are made lives until the end: collections would find nothing, and look at
+            # all that the trainer has.
+            with no_collection():
+                checkpoint, plan, unequal = self._planned(opened, ahead)
+
+                def asked() -> tuple[Wanted, list[int | None], set[Key]]:
+                    self._check(checkpoint, plan, unequal)
+                    return self._asked(plan)
+
+                fill_now = stack.enter_context(checkpoint.filling(phases, asked, self.bring, ahead))
+                if sum(view.nbytes for _, view in plan.wanted()) <= UNCOLLECTED_BYTES:
+                    return phases.each(lambda: self._fill(checkpoint, plan, fill_now))
+            return phases.each(lambda: self._fill(checkpoint, plan, fill_now))
+
+    def _planned(
+        self, opened: Callable[[], Sequence[Source]], ahead: Ahead
+    ) -> tuple[Checkpoint, RestorePlan, dict[str, list[int]]]:
+        """The checkpoint, what is filled from it, which all ranks have compared, and what is still to be checked:
+        values that the ranks of the save have not in common (:func:`_unequal`)."""
+        phases = self.phases
         (checkpoint, plan), told = phases.exchange(lambda: self._compared(opened, ahead))
         if any(extra for extra, _ in told):
             self._settle(checkpoint, plan)
@@ -137,13 +167,7 @@ class _Load:
         if self.own is None and checkpoint.world > 1:
             special = {part for _, parts in told for part in parts}
             unequal = phases.from_first(lambda: _unequal(checkpoint, special))
-
-        def asked() -> tuple[Wanted, list[int | None], set[Key]]:
-            self._check(checkpoint, plan, unequal)
-            return self._asked(plan)
-
-        with checkpoint.filling(phases, asked, self.bring, ahead) as fill_now:
-            return phases.each(lambda: self._fill(checkpoint, plan, fill_now))
+        return checkpoint, plan, unequal
 
     def _compared(
         self, opened: Callable[[], Sequence[Source]], ahead: Ahead
@@ -285,7 +309,8 @@ class _Load:
 
     def _fill(self, checkpoint: Checkpoint, plan: RestorePlan, fill_now: Callable[[], FillReport]) -> Filled:
         report = fill_now()
-        loosened = plan.finish()
+        with no_collection():
+            loosened = plan.finish()
         if self.own is None and RNG in self._special() and self.phases.rank == 0:
             warnings.warn(
                 f"everstep: step {checkpoint.step} was written by {checkpoint.world} rank(s) and is loaded by "

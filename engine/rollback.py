@@ -68,6 +68,7 @@ class Rollbacks:
         if self.device is not None and missing:
             self.device.reserve(device_bytes(pieces, state.optimizers()))
         if any(piece.is_cuda for piece in pieces):
+            arena.await_reserved()
             pinning.pin(arena)
 
     def restore(

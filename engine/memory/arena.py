@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import secrets
@@ -46,15 +45,12 @@ from .info import OWNER_READS_MAX, ArenaInfo, describe
 from .lock import FileLock
 from .mapping import Mapping
 from .process import Process
-from .room import check_room, too_small
+from .room import BLOCK_BYTES, check_room, reserve
 from .slots import Pinned, SnapshotInfo, WriteSlot
 
 SUFFIX = ".arena"
 UNFINISHED_SUFFIX = ".new"
-RESERVE_PIECE_BYTES = 256 << 20
-"""Memory is reserved in pieces: where no file system sets a limit, the kernel kills instead of refusing."""
-
-Populate = Literal["now", "background", "no"]
+Populate = Literal["now", "background", "behind", "no"]
 
 _SEALS = 0x1 | 0x2 | 0x4
 _F_ADD_SEALS = 1033
@@ -79,6 +75,9 @@ class Arena:
         self._term = 0
         self._writing: dict[int, tuple[int, weakref.ref[WriteSlot]]] = {}
         self._populating: threading.Thread | None = None
+        self._reserved, self._stop = threading.Event(), threading.Event()
+        self._reserved.set()
+        self._no_room: BaseException | None = None
         self._closed = False
         _open.add(self)
 
@@ -102,7 +101,8 @@ class Arena:
         """A new arena of this process, ``<kind>-<rank>.<random>.arena`` in ``directory``.
 
         Memory is reserved first: MemoryTooSmall, with nothing left behind, if it does not fit. ``slot_bytes``
-        is rounded up to 4 KiB. ``populate`` gives pages their memory now, on a thread, or at first touch.
+        is rounded up to 4 KiB. ``populate`` gives pages their memory now, on a thread, or at first touch; "behind": on
+        a thread, which reserves it, too (:meth:`await_reserved`), where it seems to fit.
         """
         fixed = _fixed(run_key, node, rank, slots, slot_bytes, chunk_bytes, kind)
         path = directory / f"{kind.value}-{rank:05d}.{secrets.token_hex(4)}{SUFFIX}"
@@ -112,8 +112,8 @@ class Arena:
         fd = maps.open_file(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
         try:
             points.reach("arena.reserve.before", path.name)
-            _reserve(fd, fixed.nbytes, directory)
-            arena = cls._start(fd, path, fixed, world, populate)
+            _size(fd, fixed, directory, populate)
+            arena = cls._start(fd, path, fixed, world)
             points.reach("arena.name.before", path.name)
             os.rename(unfinished, path)
         except BaseException:
@@ -121,6 +121,7 @@ class Arena:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(unfinished)
             raise
+        arena.populate(populate)
         return arena
 
     @classmethod
@@ -142,21 +143,22 @@ class Arena:
         fixed = _fixed(run_key, node, rank, slots, slot_bytes, chunk_bytes, kind)
         fd = maps.open_memory(f"everstep-{run_key}-{rank}")
         try:
-            _reserve(fd, fixed.nbytes, None)
+            _size(fd, fixed, None, populate)
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)  # nobody can shrink it under a reader
-            return cls._start(fd, None, fixed, world, populate)
+            arena = cls._start(fd, None, fixed, world)
         except BaseException:
             maps.close_file(fd)
             raise
+        arena.populate(populate)
+        return arena
 
     @classmethod
-    def _start(cls, fd: int, path: Path | None, fixed: Fixed, world: int, populate: Populate) -> Arena:
+    def _start(cls, fd: int, path: Path | None, fixed: Fixed, world: int) -> Arena:
         arena = cls(fd, path, fixed)
         arena._control.mapping.view[: len(fixed.encode())] = fixed.encode()
         with arena._lock:
             arena._store_ownership(Ownership(1, 0, world, "", Process.current()))
         arena._term = 1
-        arena.populate(populate)
         return arena
 
     @classmethod
@@ -188,10 +190,31 @@ class Arena:
         """Give all pages their memory, and this process its map of them, before the first copy needs them."""
         if how == "now":
             self._control.mapping.populate()
-        elif how == "background":
+        elif how != "no":
             target = self._control.mapping.populate
+            if how == "behind" and os.fstat(self._fd).st_blocks * BLOCK_BYTES < self._fixed.nbytes:
+                self._reserved.clear()
+                target = self._reserve_and_populate
             self._populating = threading.Thread(target=target, name="everstep-populate", daemon=True)
             self._populating.start()
+
+    def _reserve_and_populate(self) -> None:
+        try:
+            reserve(self._fd, self._fixed.nbytes, self._path and self._path.parent, self._stop)
+        except BaseException as error:
+            self._no_room = error
+            return
+        finally:
+            self._reserved.set()
+        if not self._stop.is_set():
+            self._control.mapping.populate()
+
+    def await_reserved(self) -> None:
+        """Until all memory is reserved (0.25 s per GiB, the kernel's work). MemoryTooSmall where others took it
+        meanwhile: then no slot can be begun."""
+        self._reserved.wait()
+        if self._no_room is not None:
+            raise self._no_room
 
     def await_populated(self, within_s: float | None = None) -> None:
         """Until a :meth:`populate` in the background has ended (the kernel's work, about a second per GiB), or
@@ -424,6 +447,7 @@ class Arena:
         unless owned; Superseded when another took the arena; StepOrder unless the step is newer than all of
         the incarnation's.
         """
+        self.await_reserved()
         with self._lock:
             self._check_mine()
             newest = self.newest(incarnation)
@@ -468,9 +492,11 @@ class Arena:
         out before keep the pages mapped until they are gone. Safe to call again."""
         if self._closed:
             return
+        self._stop.set()
         try:
             self._disown()
         finally:
+            self._reserved.wait()
             self._closed = True
             _open.discard(self)
             self._lock.retire()
@@ -544,19 +570,12 @@ def _fixed(
     return Fixed(run_key, node, rank, slots, aligned(slot_bytes), chunk_bytes, me.pid, me.start_time, kind)
 
 
-def _reserve(fd: int, nbytes: int, directory: Path | None) -> None:
-    """Give the file all its memory, or raise MemoryTooSmall: a page that is missing later would be a
-    SIGBUS."""
-    try:
-        for start in range(0, nbytes, RESERVE_PIECE_BYTES):
-            check_room(nbytes - start, directory)  # again and again: others take memory too
-            os.posix_fallocate(fd, start, min(RESERVE_PIECE_BYTES, nbytes - start))
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
-            raise
-        stat = os.fstatvfs(fd)
-        where = "memory" if directory is None else str(directory)
-        raise too_small(nbytes, stat.f_bavail * stat.f_frsize, where) from error
+def _size(fd: int, fixed: Fixed, directory: Path | None, populate: Populate) -> None:
+    """Give a new file its size, and its memory; where that is to come "behind", that of what has no slot's data."""
+    if populate == "behind":
+        check_room(fixed.nbytes, directory)
+        os.ftruncate(fd, fixed.nbytes)
+    reserve(fd, fixed.data_offset(0) if populate == "behind" else fixed.nbytes, directory)
 
 
 _open: weakref.WeakSet[Arena] = weakref.WeakSet()

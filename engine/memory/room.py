@@ -4,7 +4,9 @@ SIGBUS, nor the kernel's out-of-memory killer."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,13 @@ from everstep.errors import MemoryTooSmall
 
 HEADROOM_BYTES = 64 << 20
 """Left free below a limit of the kernel: reserving the last byte of a cgroup kills the trainer instead."""
+
+RESERVE_PIECE_BYTES = 64 << 20
+"""Memory is reserved in pieces: where no file system sets a limit, the kernel kills instead of refusing. And closing
+need not wait for all of it."""
+
+BLOCK_BYTES = 512
+"""Unit of a file's memory in stat."""
 
 _HINT = (
     "Give the container more shared memory (docker run --shm-size, an emptyDir with medium: Memory, or "
@@ -39,6 +48,24 @@ def check_room(nbytes: int, directory: Path | None) -> None:
     for where, free, headroom in limits(directory):
         if nbytes + headroom > free:
             raise too_small(nbytes + headroom, max(free, 0), where)
+
+
+def reserve(fd: int, nbytes: int, directory: Path | None, stop: threading.Event | None = None) -> None:
+    """Give the file all its memory, unless told to ``stop``, or raise MemoryTooSmall: a page that is missing later
+    would be a SIGBUS."""
+    try:
+        for start in range(0, nbytes, RESERVE_PIECE_BYTES):
+            if stop is not None and stop.is_set():
+                return
+            # Again and again: others take memory too.
+            check_room(nbytes - os.fstat(fd).st_blocks * BLOCK_BYTES, directory)
+            os.posix_fallocate(fd, start, min(RESERVE_PIECE_BYTES, nbytes - start))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
+            raise
+        stat = os.fstatvfs(fd)
+        where = "memory" if directory is None else str(directory)
+        raise too_small(nbytes, stat.f_bavail * stat.f_frsize, where) from error
 
 
 def limits(directory: Path | None) -> Iterator[tuple[str, int, int]]:

@@ -18,14 +18,15 @@ from typing import Any, TypeVar, cast
 
 from everstep.backends.aligned import aligned_buffer
 from everstep.errors import CannotTell, Damaged, EverstepError, Pruned, StateMismatch
+from everstep.format.constants import HASH_BYTES
 from everstep.format.vote import ImageRecord
-from everstep.memory.copying import copy
+from everstep.memory.copying import COMPILED, copy, prove_and_copy
 from everstep.plan.reads import Range, Read, chunk_ranges, clip
 
 from .ahead import Ahead, Early
 from .asking import each
 from .bases import UNSERVED, lacking
-from .proving import bad_chunks, changed_chunk, check_record
+from .proving import bad_chunks, changed_chunk, check_record, differing
 from .sources import Scattering, Source
 
 PARALLEL = 8
@@ -36,7 +37,7 @@ read. With
 PIECE_BYTES = 8 << 20
 """One read of a durable tier; one chunk where chunks are larger."""
 
-MAPPED_PIECE_BYTES = 32 << 20
+MAPPED_PIECE_BYTES = 16 << 20
 """A piece of what lies in memory already: it takes no buffer, and fewer are handed from thread to thread."""
 
 HOT_BYTES = 1 << 20
@@ -434,6 +435,12 @@ def _verify_and_copy(piece: _Piece, view: memoryview, targets: Mapping[int, memo
     """Copy the piece's bytes, a little at a time, each right after it was hashed, while it is in the cache. Returns the
     bad chunks; nothing of these is copied."""
     chunk_bytes = piece.holders[0].chunk_bytes
+    if COMPILED:
+        first = piece.offset // chunk_bytes * HASH_BYTES
+        expected = piece.record.chunks[first : first + -(-piece.nbytes // chunk_bytes) * HASH_BYTES]
+        hashes = prove_and_copy(view, piece.offset, chunk_bytes, expected, piece.reads, targets)
+        if hashes is not None:
+            return differing(hashes, expected, piece.offset // chunk_bytes)
     step = max(HOT_BYTES // chunk_bytes, 1) * chunk_bytes
     end = piece.offset + piece.nbytes
     spans = [(at, min(at + step, end)) for at in range(piece.offset, end, step)]
