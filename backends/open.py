@@ -76,11 +76,13 @@ def kind_of(url: str | os.PathLike[str]) -> str:
 
 
 def load_kind(kind: str) -> None:
-    """Load the modules that backends of that protocol need, which takes half a second: before one is opened."""
+    """Load what backends of that protocol need, which takes half a second and more: before one is opened."""
     if kind in S3_PROTOCOLS:
         from . import s3
+        from .s3client import load_interfaces
 
         del s3
+        load_interfaces()
         return
     import fsspec
 

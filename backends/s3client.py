@@ -275,6 +275,15 @@ def _loader(data_path: str | None) -> botocore.loaders.Loader:
     return botocore.loaders.create_loader(data_path)
 
 
+def load_interfaces() -> None:
+    """Read now what the first client would read."""
+    loader = _loader(AioSession().get_config_variable("data_path"))
+    for kind in ("service-2", "endpoint-rule-set-1"):
+        loader.load_service_model("s3", kind)
+    for name in ("endpoints", "partitions", "sdk-default-configuration"):
+        loader.load_data_with_path(name)
+
+
 def _add_md5(request: Any, **_: Any) -> None:
     """Deletions need a checksum; MD5 is what every server knows."""
     for header in [

@@ -13,7 +13,7 @@ import pytest
 from botocore.loaders import JSONFileLoader
 from everstep.backends import s3client
 from everstep.backends.errors import Permanent, Retryable, UnknownOption
-from everstep.backends.open import open_backend
+from everstep.backends.open import load_kind, open_backend
 from everstep.backends.s3 import S3Backend
 from everstep.backends.s3client import S3Client
 from everstep.backends.s3options import READ_S, session_options
@@ -137,3 +137,8 @@ def test_clients_of_a_process_read_what_botocore_knows_once(monkeypatch: pytest.
     assert asyncio.run(keys(1)) == "k1" and read
     del read[:]
     assert asyncio.run(keys(2)) == "k2" and not read
+    s3client._loader.cache_clear()
+    load_kind("s3")
+    assert read
+    del read[:]
+    assert asyncio.run(keys(3)) == "k3" and not read
