@@ -102,9 +102,10 @@ class Checkpointer:
         _check_kind("policy", policy, Policy)
         _check_kind("memory", memory, Memory)
         self._place = with_tiers(locate(root, node=node, options=storage_options), tiers)
+        self._memory, self._agent = memory, agent
+        self._standby = Standby.begin(self._place.urls) if self._may_start_agent() else None
         self._backend: Backend = self._place.open_root()
         self._farther, self._near = self._place.open_tiers(), self._place.open_near()
-        self._memory = memory
         self._room = (
             Room(memory.directory, memory.slots, required=memory.path is not None)
             if memory is not None
@@ -112,7 +113,6 @@ class Checkpointer:
         )
         self._policy = policy or Policy()
         self._config = plain_config(config)
-        self._agent = agent
         self._take_over = take_over
         self._mesh = dict(mesh) if mesh is not None else None
         self._origin = Origin(fresh=fresh)
@@ -136,7 +136,6 @@ class Checkpointer:
         self._records: dict[int, IncarnationRecord] = {}
         """Of the root's incarnations, those that were read."""
         self._adopted: Adopted | None = None
-        self._standby = Standby.begin() if self._may_start_agent() else None
         opened.add(self._place.url, self)
 
     # -- the calls of a training loop

@@ -154,11 +154,10 @@ class Nodes:
         self._standing = Standing()
         self._offers: dict[str, Offer | str] = {}
 
-    def look(self, run_id: str) -> dict[Key, set[int]]:
+    def look(self, run_id: str, places: list[str]) -> dict[Key, set[int]]:
         """By (incarnation, step) the saved ranks whose snapshots all nodes together have, or can rebuild. Every rank
-        gets the same."""
-        self._found = look_in_memory(self._arenas, run_id)
-        self._places = self._ranks.agree("comparing nodes", self._node, timeout_s=self._timeout_s)
+        gets the same. ``places`` are the nodes of all ranks."""
+        self._found, self._places = look_in_memory(self._arenas, run_id), places
         self._parity = look_for_parity(self._arenas, run_id)
         mine = told_of(self._found) if self._is_first else []
         if self._is_first:

@@ -1,4 +1,4 @@
-"""Copies of what nobody reads again soon, without the interpreter lock.
+"""Copies of what nobody reads again soon, without the interpreter lock; of bytes that are proved first, too.
 
 Compiled (``_copying.c``), they pass by the caches: a snapshot, or what a load fills, is larger than these, and
 memory is what such a copy waits for. Without a compiler they are ordinary ones.
@@ -6,7 +6,11 @@ memory is what such a copy waits for. Without a compiler they are ordinary ones.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from everstep.format.constants import HASH_BYTES
+from everstep.format.hashing import digest
 
 _copying: Any
 try:
@@ -15,7 +19,10 @@ except ImportError:
     _copying = None
 
 COMPILED: bool = _copying is not None
-"""Whether :func:`copy_each` can be had."""
+"""Whether :func:`copy_each` and :func:`prove_and_copy` can be had."""
+
+BRIEF_BYTES = 240
+"""Up to here the hash has other formulas, which are not in the compiled part."""
 
 
 def copy(target: memoryview, source: memoryview) -> None:
@@ -34,3 +41,25 @@ def copy_each(rows: list[tuple[int, int, int]]) -> None:
     """``rows`` are (address of the target, address of the source, bytes): the caller knows that they are right, and
     keeps the memory. Only where ``COMPILED``."""
     _copying.copy_each(rows)
+
+
+def prove_and_copy(
+    piece: memoryview,
+    offset: int,
+    chunk_bytes: int,
+    expected: bytes,
+    reads: list[Any],
+    targets: Mapping[int, memoryview],
+) -> bytes | None:
+    """Do ``reads`` (see :class:`~everstep.plan.reads.Read`) from ``piece``, which begins at ``offset`` of the image,
+    chunk by chunk, each right after it was hashed. Gives the hashes that were found, joined; of a chunk that has
+    another than the ``expected`` one nothing is copied. None, and nothing was done, where reads have several runs or
+    are not in the order of their places, chunks are as small as ``BRIEF_BYTES``, or a hash is missing. ValueError for
+    reads outside of the piece, or of a target."""
+    count = -(-len(piece) // chunk_bytes)
+    if chunk_bytes <= BRIEF_BYTES or len(expected) != count * HASH_BYTES:
+        return None
+    tail = len(piece) - (count - 1) * chunk_bytes
+    brief = digest(piece[-tail:]) if 0 < tail <= BRIEF_BYTES else b""
+    found: bytes | None = _copying.prove_and_copy(piece, offset, chunk_bytes, expected, brief, reads, targets)
+    return found

@@ -46,7 +46,7 @@ read. With
 PIECE_BYTES = 8 << 20
 """One read of a durable tier; one chunk where chunks are larger."""
 
-MAPPED_PIECE_BYTES = 32 << 20
+MAPPED_PIECE_BYTES = 16 << 20
 """A piece of what lies in memory already: it takes no buffer, and fewer are handed from thread to thread."""
 
 FALLBACKS_MAX = 256

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 from everstep.backends.aligned import aligned_buffer
 from everstep.errors import Damaged
+from everstep.format.constants import HASH_BYTES
 from everstep.format.vote import ImageRecord
-from everstep.memory.copying import copy
+from everstep.memory.copying import COMPILED, copy, prove_and_copy
 from everstep.plan.reads import Range, Read, clip
 
 from .bases import Fetched, fetched_room
-from .proving import bad_chunks
+from .proving import bad_chunks, differing
 from .sources import Source
 
 HOT_BYTES = 1 << 20
@@ -147,6 +148,12 @@ def verify_and_copy(piece: Piece, view: memoryview, targets: Mapping[int, memory
     """Copy the piece's bytes, a little at a time, each right after it was hashed, while it is in the cache. Returns the
     bad chunks; nothing of these is copied."""
     chunk_bytes = piece.holders[0].chunk_bytes
+    if COMPILED:
+        first = piece.offset // chunk_bytes * HASH_BYTES
+        expected = piece.record.chunks[first : first + -(-piece.nbytes // chunk_bytes) * HASH_BYTES]
+        hashes = prove_and_copy(view, piece.offset, chunk_bytes, expected, piece.reads, targets)
+        if hashes is not None:
+            return differing(hashes, expected, piece.offset // chunk_bytes)
     step = max(HOT_BYTES // chunk_bytes, 1) * chunk_bytes
     end = piece.offset + piece.nbytes
     spans = [(at, min(at + step, end)) for at in range(piece.offset, end, step)]

@@ -76,7 +76,12 @@ def bad_chunks(
         found = chunk_hashes(view, chunk_bytes)
     else:
         found = chunk_hashes_of(view, chunk_bytes)
-    expected = record.chunks[first * HASH_BYTES : first * HASH_BYTES + len(found)]
+    return differing(found, record.chunks[first * HASH_BYTES : first * HASH_BYTES + len(found)], first)
+
+
+def differing(found: bytes, expected: bytes, first: int) -> list[tuple[int, bytes]]:
+    """The chunks, the first of which is chunk ``first``, whose hash ``found`` is not the ``expected`` one, each with
+    the one found."""
     if found == expected:
         return []
     return [

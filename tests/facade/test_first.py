@@ -3,6 +3,7 @@ memory. And who needs neither gets neither."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ import everstep
 import pytest
 import torch
 from everstep.agent import places, spawn
-from everstep.errors import AgentError
+from everstep.errors import AgentError, MemoryTooSmall
 from everstep.memory.arena import Arena
 from everstep.memory.mapping import Mapping
 from everstep.memory.process import Process
@@ -109,6 +110,57 @@ def test_a_load_that_finds_nothing_waits_for_memory_and_a_restore_does_not(
         assert not awaited.is_set() and not done.is_set()
 
 
+def test_a_restore_does_not_wait_for_room_and_the_first_step_does(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may = threading.Event()
+    reserve = os.posix_fallocate
+
+    def fallocate(fd: int, offset: int, nbytes: int) -> None:
+        if threading.current_thread().name == "everstep-populate":
+            assert may.wait(SOON_S)
+        reserve(fd, offset, nbytes)
+
+    with opened(root) as ckpt:
+        ckpt.save(1, {"n": 1}).wait()
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    with opened(root) as ckpt:
+        assert ckpt.load({"n": 0}) == 1
+        threading.Timer(0.05, may.set).start()
+        ckpt.save(2, {"n": 2}).wait()
+        assert may.is_set()
+    assert steps_on_disk(root) == [1, 2]
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_room_that_others_took_after_a_restore_is_told_before_the_first_snapshot(
+    root: Path, monkeypatch: pytest.MonkeyPatch, required: bool
+) -> None:
+    with opened(root) as ckpt:
+        ckpt.save(1, {"n": 1}).wait()
+    reserve, room = os.posix_fallocate, {"left": True}
+
+    def fallocate(fd: int, offset: int, nbytes: int) -> None:
+        if threading.current_thread().name == "everstep-populate":
+            room["left"] = False
+        # Memory without a name has no such limit.
+        if not room["left"] and "memfd:" not in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(fd, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    memory = {"memory": everstep.Memory(path=root.parent)} if required else {}
+    with opened(root, **memory) as ckpt:
+        assert ckpt.load({"n": 0}) == 1
+        if required:
+            with pytest.raises(MemoryTooSmall):
+                ckpt.save(2, {"n": 2})
+            return
+        with pytest.warns(RuntimeWarning, match="shared with the agent only"):
+            ckpt.save(2, {"n": 2}).wait()
+    assert steps_on_disk(root) == [1, 2]
+
+
 def test_without_a_load_the_first_step_has_the_process_that_stands_by(root: Path, starts: Starts) -> None:
     with opened(root, agent="process") as ckpt:
         process = standing_by(ckpt)
@@ -182,6 +234,18 @@ def test_it_ends_with_its_trainer_even_if_that_leaves_children(
     gone(process)
     until((root.parent / "left").exists, "a child that is left behind")
     run.go_on()
+
+
+def test_one_process_of_a_node_has_it_and_it_loads_what_the_root_needs(
+    root: Path, starts: Starts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with opened(root, agent="process") as ckpt:
+        assert ckpt._standby is None and starts == []
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with everstep.Checkpointer("s3://bucket/run", storage_options={"anon": True}) as ckpt:
+        standing_by(ckpt)
+        assert starts[0][-2:] == ["--standby", "--load=s3"]
 
 
 def test_one_that_was_lost_is_no_loss(root: Path, starts: Starts) -> None:

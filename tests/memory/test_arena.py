@@ -30,6 +30,7 @@ from .conftest import SETTINGS
 from .contents import keys, matches, pin_step, write
 
 Make = Callable[..., Arena]
+SOON_S = 20.0
 OWNER = """
 arena = Arena.attach(path)
 arena.take(Process.current(), run_id="run", incarnation={incarnation}, world=1)
@@ -243,6 +244,89 @@ def test_memory_comes_in_the_background(make: Make) -> None:
     write(arena, 1, 1, None)
     arena.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "everstep-populate"]
+
+
+class Reserving:
+    """Memory that is reserved piece by piece, each when it may; ``error`` instead, once it is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may, self.begun = threading.Event(), threading.Event()
+        self.error: OSError | None = None
+        reserve = os.posix_fallocate
+
+        def fallocate(fd: int, offset: int, nbytes: int) -> None:
+            if threading.current_thread().name == "everstep-populate":
+                self.begun.set()
+                assert self.may.wait(SOON_S)
+                if self.error is not None:
+                    raise self.error
+            reserve(fd, offset, nbytes)
+
+        monkeypatch.setattr(os, "posix_fallocate", fallocate)
+
+
+def test_memory_that_is_reserved_behind_is_there_before_a_slot_is_begun(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserving = Reserving(monkeypatch)
+    arena = make(populate="behind", slot_bytes=8 << 20)
+    path = path_of(arena)
+    assert path.stat().st_size == arena.info.nbytes
+    assert path.stat().st_blocks * 512 < 8 << 20, "make() came back before"
+    assert find_arenas(path.parent) == [arena.info] and arena.newest(1) is None
+    begun = threading.Thread(target=lambda: write(arena, 1, 1, None))
+    begun.start()
+    assert reserving.begun.wait(SOON_S) and begun.is_alive() and arena.newest(1) is None
+    reserving.may.set()
+    begun.join(SOON_S)
+    assert arena.newest(1) == 1
+    assert path.stat().st_blocks * 512 >= arena.info.nbytes
+
+
+def test_memory_that_another_took_while_it_was_to_be_reserved_behind(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserving = Reserving(monkeypatch)
+    arena = make(populate="behind", slot_bytes=8 << 20)
+    reserving.error = OSError(errno.ENOSPC, "No space left on device")
+    reserving.may.set()
+    for use in (arena.await_reserved, lambda: write(arena, 1, 1, None)):
+        with pytest.raises(MemoryTooSmall, match=str(path_of(arena).parent)):
+            use()
+    arena.close()
+
+
+def test_what_clearly_does_not_fit_is_not_begun_behind(directory: Path) -> None:
+    with pytest.raises(MemoryTooSmall):
+        Arena.create(directory, **{**SETTINGS, "slot_bytes": 1 << 50, "populate": "behind"})
+    assert os.listdir(directory) == []
+
+
+def test_closing_ends_what_is_reserved_behind(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "RESERVE_PIECE_BYTES", 1 << 20)
+    reserving = Reserving(monkeypatch)
+    arena = make(populate="behind", slot_bytes=8 << 20)
+    path = path_of(arena)
+    assert reserving.begun.wait(SOON_S)
+    threading.Timer(0.05, reserving.may.set).start()
+    arena.close()
+    assert path.stat().st_blocks * 512 < 8 << 20
+    assert not [thread for thread in threading.enumerate() if thread.name == "everstep-populate"]
+
+
+def test_an_arena_that_was_left_before_it_had_its_memory_gets_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserving = Reserving(monkeypatch)
+    first = make(populate="behind", slot_bytes=8 << 20)
+    reserving.error = OSError(errno.ENOSPC, "No space left on device")
+    reserving.may.set()
+    path = path_of(first)
+    first.close()
+    reserving.error = None
+    with Arena.attach(path, populate="behind") as second:
+        second.await_reserved()
+        assert path.stat().st_blocks * 512 >= second.info.nbytes
 
 
 def test_a_heartbeat(make: Make) -> None:
