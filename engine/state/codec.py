@@ -43,6 +43,7 @@ Resolve = Callable[[int], Any]
 """From the index of an entry to what stands for it in the value."""
 
 _ATOMS = (type(None), bool, int, float, str, bytes)
+_REF = int(Tag.REF)
 
 
 def encode_plain(parts: dict[str, Any]) -> bytes:
@@ -161,7 +162,10 @@ def walk(node: Node, name: str = "state", depth: int = 0) -> Iterator[Node]:
         except (IndexError, AttributeError, TypeError):
             raise Damaged(f"{name}: a malformed node", found=_shown(node), name=name) from None
         for child in inside:
-            yield from walk(child, name, depth + 1)
+            if type(child) in _ATOMS and depth < NODE_DEPTH_MAX:
+                yield child
+            else:
+                yield from walk(child, name, depth + 1)
 
 
 def _parse(data: bytes, name: str) -> dict[str, Node]:
@@ -206,6 +210,8 @@ class Decoder:
         kind = type(node)
         if kind in _ATOMS:
             return node
+        if kind is list and len(node) == 2 and type(node[0]) is int and node[0] == _REF:
+            return self._plain_tensor(node)
         if kind is not dict and tag_of(node) < 0:
             raise self.damaged(node)
         if id(node) in self._made:
@@ -228,6 +234,13 @@ class Decoder:
         if kind is dict or node[0] in MUTABLE:
             self._made[id(node)] = made
         return made
+
+    def _plain_tensor(self, node: list[Node]) -> Any:
+        """As :meth:`value` of the node that most are, which is neither mutable nor deep."""
+        try:
+            return self.tensor(node[1])
+        except _MALFORMED as error:
+            raise self.damaged(node, f"{type(error).__name__}: {error}") from None
 
     def damaged(self, node: Node, why: str = "not a known node") -> Damaged:
         return Damaged(

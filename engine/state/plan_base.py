@@ -24,6 +24,9 @@ from .tensors import copy_into, dtype_named, empty, is_fillable, overlaps_itself
 LOOSENINGS = frozenset({"missing", "unexpected", "dtype", "class", "ties", "rng", "ranks", "loader"})
 """What ``allow`` may hold. Shapes and kinds of values are never loosened."""
 
+_USUAL = (torch.Tensor, torch.nn.Parameter)
+"""Types of what most tensors are: these, and no subclass."""
+
 _TEXTS_MAX = 40
 """Differences named in an error's text; all of them are in its ``mismatches``."""
 
@@ -336,6 +339,8 @@ def sharded_like(live: Any, dtype: torch.dtype) -> torch.Tensor | None:
 
 def _unfillable(live: torch.Tensor | Shards) -> tuple[str, str] | None:
     """(kind of difference, text) where nothing can be read into ``live``."""
+    if type(live) in _USUAL and not live.is_meta and live.layout is torch.strided and live.is_contiguous():
+        return None
     if isinstance(live, UninitializedTensorMixin):
         return "uninitialised", "run a forward pass before restoring"
     if isinstance(live, torch.Tensor) and live.is_meta:

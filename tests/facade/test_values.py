@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import threading
@@ -13,7 +14,8 @@ import everstep
 import numpy as np
 import pytest
 import torch
-from everstep import errors
+from everstep import errors, reading
+from everstep.store import fill as filling_module
 from torch import nn
 
 from .kit import Training, forget_memory, opened
@@ -303,3 +305,38 @@ def test_a_reader_of_a_live_run_sees_whole_steps_only(root: Path) -> None:
     ckpt.close()
     assert not trouble, trouble[0]
     assert seen == sorted(seen) and seen
+
+
+class Watching:
+    """State that notes, while it is given back, whether collections may run."""
+
+    def __init__(self) -> None:
+        self.collecting: list[bool] = []
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"w": torch.ones(4)}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        assert torch.equal(state["w"], torch.ones(4))
+        self.collecting.append(gc.isenabled())
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_nothing_is_collected_while_a_load_plans_and_where_it_is_not_large_fills(
+    root: Path, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    everstep.save(root, 1, {"a": Watching()})
+    filling: list[bool] = []
+    if large:
+        monkeypatch.setattr(reading, "UNCOLLECTED_BYTES", 15)
+    verify = filling_module._verify_and_copy
+
+    def verified(*args: Any) -> Any:
+        filling.append(gc.isenabled())
+        return verify(*args)
+
+    monkeypatch.setattr(filling_module, "_verify_and_copy", verified)
+    into = Watching()
+    assert gc.isenabled()
+    everstep.load(root, into={"a": into})
+    assert gc.isenabled() and into.collecting == [False] and filling == [large]
