@@ -29,7 +29,9 @@ from .plan.room import GROWTH
 POLL_MIN_S = 0.0005
 POLL_MAX_S = 0.05
 CLEAN_PAUSE_S = 1.0
-"""Former ranks' arenas are looked for at most this often: it reads a directory and every header in it."""
+CLEAN_PAUSE_S_MAX = 60.0
+"""Former ranks' arenas are looked for at most this often, and ever more seldom: it reads a directory and every header
+in it, while the trainer waits."""
 POPULATED_S = 20.0
 """Bound of the wait for the slots' memory at the start of a new run."""
 
@@ -65,7 +67,7 @@ class MemoryTier:
         self._cleans = rank == 0
         self._alone = True
         self._first_complete: Key | None = None
-        self._clean_next_s = 0.0
+        self._clean_next_s, self._clean_pause_s = 0.0, CLEAN_PAUSE_S
         self._neighbours: dict[int, Arena] = {}
         self.guarded = False
         """Whether snapshots are protected against the loss of nodes. Off again where no agent is left to do it."""
@@ -77,6 +79,8 @@ class MemoryTier:
         self._adopted: Key | None = None
         self._run_id = ""
         self.is_shared = not room.private
+        self.prepared: object | None = None
+        """What the first snapshot was prepared with (:class:`.snapshots.Prepared`): let go of with the arena."""
 
     @property
     def arena(self) -> Arena:
@@ -240,7 +244,8 @@ class MemoryTier:
                 arena.close()
             self._outgrown.clear()
         if time.monotonic() >= self._clean_next_s:
-            self._clean_next_s = time.monotonic() + CLEAN_PAUSE_S
+            self._clean_next_s = time.monotonic() + self._clean_pause_s
+            self._clean_pause_s = min(2 * self._clean_pause_s, CLEAN_PAUSE_S_MAX)
             self._clean()
 
     def _clean(self) -> None:
@@ -255,6 +260,7 @@ class MemoryTier:
         """Let go of the arenas; ``remove`` deletes them (what they held is durable elsewhere). One that was reserved,
         but holds nothing, goes anyhow: a job that only loads needs no room."""
         self.keep(None)
+        self.prepared = None
         for arena in self._neighbours.values():
             arena.close()
         self._neighbours.clear()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from .errors import MemoryTooSmall, StateMismatch, UsageError
+from .memory.arena import Arena
 from .memory.slots import WriteSlot
 from .memorytier import MemoryTier
 from .planning import LayoutPlanner
@@ -28,6 +29,7 @@ from .snapshot.late import Drain, LateCopy, LateCopyTimeout
 from .snapshot.moving import capturing
 from .snapshot.pinning import in_use, pin
 from .snapshot.views import no_collection
+from .state.recipes import Recipes
 from .state.trainstate import TrainState
 from .state.tree import FlatState
 
@@ -41,6 +43,25 @@ class Taken:
         self.generation = slot.generation
         self.whole = False
         self.moved: list[str] = []
+
+
+class Prepared:
+    """What a snapshot needs to know of a state's structure. Most of it is found out when it is first used, in ten times
+    the time that it takes later: :meth:`prepare` has that done before there is a snapshot to wait for."""
+
+    def __init__(
+        self, ranks: Ranks, *, nodes: Sequence[str] | None = None, holders: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """``nodes`` (of all ranks) and ``holders``: see :class:`~.plan.owners.Owners`."""
+        self.recipes = Recipes()
+        self.copier = Copier()
+        self.planner = LayoutPlanner(ranks.rank, ranks.world, node_of=nodes, holders=holders)
+
+    def prepare(self, state: TrainState, arena: Arena) -> None:
+        """For a first snapshot of ``state``, should it be of the same structure then. UnsupportedValue."""
+        with no_collection():
+            plan = self.planner.guess(state.flatten(self.recipes))
+            self.copier.prepare(arena, plan)
 
 
 class Snapshots:
@@ -61,8 +82,10 @@ class Snapshots:
         tensors; it stays the caller's. ``nodes`` (of all ranks) and ``holders``: see
         :class:`~.plan.owners.Owners`."""
         self._tier = tier
-        self._copier = Copier()
-        self._planner = LayoutPlanner(ranks.rank, ranks.world, node_of=nodes, holders=holders)
+        ready, tier.prepared = tier.prepared, None
+        if not isinstance(ready, Prepared):
+            ready = Prepared(ranks, nodes=nodes, holders=holders)
+        self._copier, self._recipes, self._planner = ready.copier, ready.recipes, ready.planner
         self._settled = settled
         self._device = device if device is not None and not device.given_up else None
         self._hooks = Hooks(self._before_optimizer) if overlap and self._device is None else None
@@ -116,7 +139,7 @@ class Snapshots:
         timeout_s: float,
         waiting: Callable[[], None],
     ) -> None:
-        flat = state.flatten()
+        flat = state.flatten(self._recipes)
         plan = self._planner.plan(flat)
         late_leaves = self._late_leaves(flat, state) if late else frozenset()
         meta_bytes = meta(flat, plan)
