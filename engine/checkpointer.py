@@ -437,8 +437,7 @@ class Checkpointer:
             held=held,
         )
         if self._memory is not None and self.recovery is None:  # a restart has other things to wait for
-            tier.prepared = ready = Prepared(ranks, nodes=self._nodes, holders=self._holders)
-            ready.prepare(state, tier.arena)
+            tier.prepared = Prepared.of(state, tier.arena, ranks, self._nodes, self._holders)
 
     def _compare_nodes(self, ranks: Ranks, tier: MemoryTier) -> None:
         """Once: on which nodes the ranks are, and how many second copies that leaves room for."""

@@ -61,9 +61,10 @@ class LayoutPlanner:
 
     def guess(self, flat: FlatState) -> Plan:
         """As :meth:`plan`, before the first: if that is of another structure, it is planned as if nothing had been."""
-        found = self.plan(flat)
-        self._guessed = True
-        return found
+        try:
+            return self.plan(flat)
+        finally:
+            self._guessed = True
 
     def forget(self) -> None:
         """Plan anew at the next save, as if it were the first. After a save that failed: a rank that planned other

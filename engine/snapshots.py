@@ -9,6 +9,7 @@ hook is needed.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 import weakref
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .errors import MemoryTooSmall, StateMismatch, UsageError
+from .errors import EverstepError, MemoryTooSmall, StateMismatch, UsageError
 from .memory.arena import Arena
 from .memory.slots import WriteSlot
 from .memorytier import MemoryTier
@@ -46,22 +47,30 @@ class Taken:
 
 
 class Prepared:
-    """What a snapshot needs to know of a state's structure. Most of it is found out when it is first used, in ten times
-    the time that it takes later: :meth:`prepare` has that done before there is a snapshot to wait for."""
+    """What a snapshot has to know of a state's structure. Most of it is found out when it is first needed, and stays:
+    with :meth:`of` that is done before there is a snapshot to wait for."""
 
-    def __init__(
-        self, ranks: Ranks, *, nodes: Sequence[str] | None = None, holders: Sequence[Sequence[int]] = ()
-    ) -> None:
+    def __init__(self, ranks: Ranks, nodes: Sequence[str], holders: Sequence[Sequence[int]]) -> None:
         """``nodes`` (of all ranks) and ``holders``: see :class:`~.plan.owners.Owners`."""
         self.recipes = Recipes()
         self.copier = Copier()
         self.planner = LayoutPlanner(ranks.rank, ranks.world, node_of=nodes, holders=holders)
 
-    def prepare(self, state: TrainState, arena: Arena) -> None:
-        """For a first snapshot of ``state``, should it be of the same structure then. UnsupportedValue."""
-        with no_collection():
-            plan = self.planner.guess(state.flatten(self.recipes))
-            self.copier.prepare(arena, plan)
+    @classmethod
+    def of(
+        cls,
+        state: TrainState,
+        arena: Arena,
+        ranks: Ranks,
+        nodes: Sequence[str],
+        holders: Sequence[Sequence[int]],
+    ) -> Prepared:
+        """For a first snapshot into ``arena``, should ``state`` have the structure then that it has now."""
+        found = cls(ranks, nodes, holders)
+        # What cannot be stored, or has no room, is told by the snapshot: it may be another state by then.
+        with contextlib.suppress(EverstepError), no_collection():
+            found.copier.prepare(arena, found.planner.guess(state.flatten(found.recipes)))
+        return found
 
 
 class Snapshots:
@@ -84,7 +93,7 @@ class Snapshots:
         self._tier = tier
         ready, tier.prepared = tier.prepared, None
         if not isinstance(ready, Prepared):
-            ready = Prepared(ranks, nodes=nodes, holders=holders)
+            ready = Prepared(ranks, nodes, holders)
         self._copier, self._recipes, self._planner = ready.copier, ready.recipes, ready.planner
         self._settled = settled
         self._device = device if device is not None and not device.given_up else None
@@ -152,6 +161,8 @@ class Snapshots:
         if in_use() and any(piece.is_cuda for leaf in flat.leaves for piece in leaf.pieces):
             pin(self._tier.arena)  # it may have been replaced, or the tensors moved
         taken = Taken(step, slot)
+        if late_leaves or self._device is not None:
+            self._tier.drop_outgrown()  # not beside the copy: its thread would take the interpreter from us
         try:
             copying: LateCopy | Drain | None = self._beside(slot, plan, flat, meta_bytes)
             if copying is None:
@@ -229,6 +240,11 @@ class Snapshots:
         if self.newest is taken:
             self.newest = None
         self._settled()
+
+    def drop_outgrown(self) -> None:
+        """After a snapshot: see :meth:`.MemoryTier.drop_outgrown`. Before a late copy began that was done."""
+        if self._copying is None:
+            self._tier.drop_outgrown()
 
     def discard(self) -> bool:
         """Give up the newest snapshot, so that its step can be taken again; whether it is gone (nobody reads it)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from everstep.errors import MemoryTooSmall, StateMismatch
+from everstep.errors import StateMismatch
 from everstep.format.layout import Entry, Layout
 from everstep.memory import points
 from everstep.memory.arena import Arena
@@ -75,11 +74,10 @@ class Copier:
         self._views.clear()
 
     def prepare(self, arena: Arena, plan: Plan) -> None:
-        """Have what the first copy by ``plan`` needs, into the slot that comes first. Nothing, if it does not fit."""
-        with contextlib.suppress(MemoryTooSmall):
-            token, places = arena.foresee(0, plan.regions(0, 0))
-            made = build_destinations(plan.layout, self._expect(plan), places)
-            self._views[0] = (token, plan.layout_hash, made)
+        """Have what the first copy by ``plan`` needs, into the slot that comes first. MemoryTooSmall."""
+        token, places = arena.foresee(0, plan.regions(0, 0))
+        made = build_destinations(plan.layout, self._expect(plan), places)
+        self._views[0] = (token, plan.layout_hash, made)
 
     def copy(
         self,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ _LEAVES = frozenset({torch.Tensor, torch.nn.Parameter})
 _ATOMS = frozenset({type(None), bool, int, float, str})
 _KNOWN = _LEAVES | _ATOMS | {dict}
 _MAPPINGS = (dict, OrderedDict)
-_TEXT = {str}
+_TEXT = frozenset({str})
 
 _address_of = torch.Tensor.data_ptr
 _is_negative = torch.Tensor.is_neg
@@ -131,7 +131,7 @@ class Recipe:
         return (
             base == self.base
             and found.keys == self.keys
-            and set(map(type, found.keys)) == _TEXT  # other types may have equal values
+            and _are_text(itertools.compress(found.keys, map(operator.is_not, found.keys, self.keys)))
             and found.kinds == self.kinds
             and found.counts == self.counts
             and all(map(operator.is_, map(_dtype_of, tensors), self.dtypes))
@@ -241,7 +241,7 @@ def make(
     there can be none."""
     atoms, tensors = atoms_of(found.atoms), found.tensors
     has_complex = any(tensor.is_complex() for tensor in tensors)
-    if atoms is None or type(node) is not dict or set(map(type, found.keys)) != _TEXT:
+    if atoms is None or type(node) is not dict or not _are_text(found.keys):
         return None
     if has_complex and any(map(_is_conjugate, tensors)):
         return None
@@ -269,6 +269,11 @@ def make(
         boxes=[leaf.boxes for leaf in leaves],
         node=msgspec.Raw(msgspec.msgpack.encode(node)),
     )
+
+
+def _are_text(keys: Iterable[Any]) -> bool:
+    """Keys of other types may have equal values."""
+    return _TEXT.issuperset(map(type, keys))
 
 
 def _same_shapes(tensors: list[torch.Tensor], shapes: list[torch.Size]) -> bool:

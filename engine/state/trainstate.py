@@ -243,7 +243,9 @@ class TrainState:
         if not _are_plain(values):
             values = [value for value in values if isinstance(value, torch.Tensor)]
         # Most of an optimizer's state are its very own tensors; addresses are looked at for what is left.
-        held = {id(value) for value, inner in zip(values, _local(values), strict=True) if _are_plain([inner])}
+        held = set(
+            itertools.compress(map(id, values), map(_PLAIN_TENSORS.__contains__, map(type, _local(values))))
+        )
         own = map(held.__contains__, map(id, map(_tensor_of, leaves)))
         found = set(itertools.compress(range(len(leaves)), own))
         for owned in (parameters, values):
