@@ -18,7 +18,7 @@ from .agent.spawn import Standby
 from .agent.values import AgentSettings
 from .backends.api import Backend
 from .chained import known_chains
-from .config import config_hash, plain_config, plain_step
+from .config import check_kind, config_hash, plain_config, plain_step
 from .discovery import find_run, open_arenas
 from .errors import BadOption, Closed, EverstepError, NoCheckpoint, RunInUse
 from .format.constants import CHUNK_BYTES
@@ -49,6 +49,7 @@ from .ranks import Ranks
 from .reading import into_state
 from .rollback import Rollbacks
 from .session import Session, agent_settings
+from .snapshots import Prepared
 from .state.trainstate import TrainState
 from .store.blocking import run_blocking
 from .writers import ENDING_S_MAX, Lookout, ending, unmark
@@ -99,8 +100,8 @@ class Checkpointer:
             raise BadOption("agent= is unknown", found=repr(agent), expected="'process' or 'inline'")
         if fresh is not None and not (isinstance(fresh, str) and fresh.strip()):
             raise BadOption("fresh= must say why", found=repr(fresh), expected="a text")
-        _check_kind("policy", policy, Policy)
-        _check_kind("memory", memory, Memory)
+        check_kind("policy", policy, Policy)
+        check_kind("memory", memory, Memory)
         self._place = with_tiers(locate(root, node=node, options=storage_options), tiers)
         self._memory, self._agent = memory, agent
         self._room = (
@@ -418,20 +419,29 @@ class Checkpointer:
 
         def reserve() -> None:
             run_secret()  # one that cannot be read is told, though this job may do without
-            copies = Copies.on(ranks.rank, self._nodes, self._holders)
-            run = find_run(self._backend)
-            tier.reserve(
-                (self._memory and self._memory.bytes) or expected_slot_bytes(state, ranks.world, copies),
-                chunk_bytes=run.chunk_bytes if run is not None else CHUNK_BYTES,
-                adopted=self._origin.adopted,
-                run_id=run.run_id if run is not None else "",
-                held=self._held,
-                behind=self.recovery is not None,
-            )
-            self._held = []
+            held, self._held = self._held, []
+            if tier.reserved:
+                tier.await_reserved(held)
+            else:
+                self._reserve_slots(state, ranks, tier, held)
             self._rollbacks.reserve(state, tier.arena)
 
         ranks.together("reserving memory", reserve, timeout_s=self._policy.rank_timeout_s)
+
+    def _reserve_slots(
+        self, state: TrainState, ranks: Ranks, tier: MemoryTier, held: Sequence[Arena]
+    ) -> None:
+        run, copies = find_run(self._backend), Copies.on(ranks.rank, self._nodes, self._holders)
+        tier.reserve(
+            (self._memory and self._memory.bytes) or expected_slot_bytes(state, ranks.world, copies),
+            chunk_bytes=run.chunk_bytes if run is not None else CHUNK_BYTES,
+            adopted=self._origin.adopted,
+            run_id=run.run_id if run is not None else "",
+            held=held,
+            behind=self.recovery is not None,
+        )
+        if self._memory is not None and self.recovery is None:  # a restart has other things to wait for
+            tier.prepared = Prepared.of(state, tier.arena, ranks, self._nodes, self._holders)
 
     def _compare_nodes(self, ranks: Ranks, tier: MemoryTier) -> None:
         """Once: on which nodes the ranks are, and how many second copies that leaves room for."""
@@ -588,10 +598,3 @@ class Checkpointer:
                 session.close(flush=False)
                 raise
         return session
-
-
-def _check_kind(name: str, value: object, cls: type) -> None:
-    if value is not None and not isinstance(value, cls):
-        raise BadOption(
-            f"{name}= is of another type", found=repr(value), expected=f"everstep.{cls.__name__}(...)"
-        )

@@ -396,7 +396,7 @@ class Session:
             self._snapshots.moved_arena = False
             self._client.rearm(self._tier.arena.info.path or self._tier.arena.fileno())
         self._tell_taken()
-        self._tier.drop_outgrown()
+        self._snapshots.drop_outgrown()
 
     def _flush(
         self, step: int, tiers: Collection[str], decision: Decision | None = None, *, full: bool = False
