@@ -334,7 +334,7 @@ class Checkpointer:
             self._standby.close()
         with contextlib.ExitStack() as stack:
             for backend in (self._backend, *self._near, *self._farther):
-                stack.callback(lambda backend=backend: run_blocking(backend.close()))
+                stack.callback(lambda one: run_blocking(one.close()), backend)
             if self._session is None and self._tier is not None:
                 stack.callback(self._tier.close, remove=False)
             stack.callback(self._rollbacks.close, lambda record_id: unmark(self._place, record_id))

@@ -117,8 +117,8 @@ class MemoryTier:
     ) -> None:
         """Have an arena with slots of at least ``slot_bytes``: the one a former process of this rank left, if it
         fits, else a new one; what holds the adopted snapshot is kept beside it. ``held`` are arenas without a
-        path, that the agent kept. Raises MemoryTooSmall before training starts. ``behind``: a new one's memory is only
-        looked for, and reserved beside what the trainer does next; :meth:`await_reserved` waits for that, and raises."""
+        path, that the agent kept. Raises MemoryTooSmall before training starts. ``behind``: a new one's memory is
+        only looked for, and reserved beside what the trainer does next; :meth:`await_reserved` waits, and raises."""
         if self._room.private:
             for arena in held:
                 arena.close()

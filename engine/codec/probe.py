@@ -113,8 +113,8 @@ def _look(new: Bytes, base: Bytes, item: int, setting: Setting | None) -> _Look:
             if setting is None
             else (setting.transform, item, setting.shift, setting.contexts)
         )
-        *rest, counted = planes._kernel.look(new, base, *of, RUNS, RUN_ITEMS, weights)
-        return _Look(*rest, None if counted is None else Counted(*counted))
+        seen, changed, unlike, rows, counted = planes._kernel.look(new, base, *of, RUNS, RUN_ITEMS, weights)
+        return _Look(seen, changed, unlike, rows, None if counted is None else Counted(*counted))
     new, base = _sample(new, item), _sample(base, item)
     map_, changed = planes.changed(new, base, item)
     # Of neighbours that lie in one byte of the map: seven pairs in each.

@@ -339,8 +339,9 @@ def sharded_like(live: Any, dtype: torch.dtype) -> torch.Tensor | None:
 
 def _unfillable(live: torch.Tensor | Shards) -> tuple[str, str] | None:
     """(kind of difference, text) where nothing can be read into ``live``."""
-    if type(live) in _USUAL and not live.is_meta and live.layout is torch.strided and live.is_contiguous():
-        return None
+    if isinstance(live, torch.Tensor) and type(live) in _USUAL and not live.is_meta:  # noqa: SIM102
+        if live.layout is torch.strided and live.is_contiguous():
+            return None
     if isinstance(live, UninitializedTensorMixin):
         return "uninitialised", "run a forward pass before restoring"
     if isinstance(live, torch.Tensor) and live.is_meta:

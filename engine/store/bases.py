@@ -574,8 +574,9 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 async def both(one: Awaitable[T], other: Awaitable[U]) -> tuple[T, U]:
     """Both, side by side; an error ends the other before it is raised, so that no buffer is written to afterwards."""
-    tasks = asyncio.ensure_future(one), asyncio.ensure_future(other)
+    first, second = asyncio.ensure_future(one), asyncio.ensure_future(other)
     try:
-        return await asyncio.gather(*tasks)
+        return await asyncio.gather(first, second)
     finally:
-        await ended(tasks)
+        await ended([first])
+        await ended([second])
