@@ -6,8 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,6 +17,7 @@ from .door import Door
 from .errors import Permanent
 from .filewriter import FileWriter
 from .localfs import LocalFiles, check_prefix, is_temporary_of_ours
+from .parallel import finished
 
 T = TypeVar("T")
 
@@ -127,13 +127,7 @@ class LocalBackend:
 
     async def _run(self, job: Callable[[], T]) -> T:
         """Do ``job`` on the pool. When the caller is cancelled, a job that has begun is waited for."""
-        future = self._executor().submit(job)
-        try:
-            return await asyncio.shield(asyncio.wrap_future(future))
-        except asyncio.CancelledError:
-            if not future.cancel():
-                await _ended(future)
-            raise
+        return await finished(self._executor().submit(job))
 
     def _executor(self) -> ThreadPoolExecutor:
         if os.getpid() != self._pid:
@@ -164,13 +158,3 @@ class LocalWriter:
     async def abort(self) -> None:
         if not self._writer.ended:
             await self._run(self._writer.abort)
-
-
-async def _ended(future: Future[T]) -> None:
-    """Wait until a job has ended, whatever its end and however often the caller is cancelled."""
-    waiter = asyncio.wrap_future(future)
-    while not waiter.done():
-        with suppress(asyncio.CancelledError):
-            await asyncio.wait([waiter])
-    if not waiter.cancelled():
-        waiter.exception()

@@ -23,7 +23,7 @@ from .errors import BackendError, Conflict, NotFound, Permanent, Retryable, Shor
 from .fsspecerrors import from_fs_error
 from .limit import SLICE_BYTES, Gate
 from .localfs import check_prefix, is_temporary_of_ours
-from .parallel import each
+from .parallel import answered, each, finished
 from .publish import temporary_name
 
 T = TypeVar("T")
@@ -279,7 +279,7 @@ class FsspecBackend:
         if asynchronous is None or not inspect.iscoroutinefunction(asynchronous):
             return await self.run(name, lambda fs: getattr(fs, method)(*arguments, **named))
         self._check_open()
-        future = asyncio.run_coroutine_threadsafe(asynchronous(*arguments, **named), fs.loop)
+        future = asyncio.run_coroutine_threadsafe(answered(asynchronous(*arguments, **named)), fs.loop)
         try:
             return await asyncio.wrap_future(future)
         except Exception as error:
@@ -295,12 +295,7 @@ class FsspecBackend:
                 self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="everstep-fsspec")
             future: Future[T] = self._pool.submit(job, fs)
         try:
-            return await asyncio.shield(asyncio.wrap_future(future))
-        except asyncio.CancelledError:
-            if not future.cancel():
-                with suppress(Exception):
-                    await asyncio.wrap_future(future)
-            raise
+            return await finished(future)
         except Exception as error:
             raise from_fs_error(error, name) from error
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from .errors import Retryable
 from .limit import SLICE_BYTES, Gate
+from .parallel import ended
 
 T = TypeVar("T")
 
@@ -80,9 +81,7 @@ class Flow:
                 await asyncio.wait({task}, timeout=left_s)
             return task.result()
         finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait({task})
+            await ended([task])
 
 
 class Body:

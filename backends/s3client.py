@@ -27,6 +27,7 @@ from s3fs.utils import ParamKwargsHelper
 
 from .errors import Permanent, UnknownOption
 from .limit import Gate
+from .parallel import finished
 from .retry import repeat
 from .s3body import Flow
 from .s3errors import Expired, Stale, Unreachable, from_s3_error
@@ -179,12 +180,7 @@ class S3Client:
             if self._hashing is None:
                 self._hashing = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="everstep-sums")
             pool = self._hashing
-        job = asyncio.get_running_loop().run_in_executor(pool, take, view)
-        try:
-            return await asyncio.shield(job)
-        except asyncio.CancelledError:
-            await asyncio.wait({job})  # the caller's memory is not looked at after the call
-            raise
+        return await finished(pool.submit(take, view))  # the caller's memory is not looked at after the call
 
     async def close(self) -> None:
         """Close this loop's connections, and let nothing begin any more."""

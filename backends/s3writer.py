@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .aligned import as_bytes
 from .api import Notes
 from .errors import BackendError, NotFound, Permanent, Retryable
-from .parallel import ended
+from .parallel import ended, settled
 from .points import reach
 from .s3body import Body, Flow
 from .s3errors import PartLost
@@ -375,11 +375,8 @@ class S3Writer:
             return
         self._room.leave(self)
         clearing = asyncio.ensure_future(self._clear())
-        while not clearing.done():  # also when the caller is cancelled, once more
-            try:
-                await asyncio.shield(clearing)
-            except asyncio.CancelledError:
-                continue
+        await settled(clearing)  # also when the caller is cancelled, once more
+        clearing.result()
 
     async def _clear(self) -> None:
         await ended(self._tasks)

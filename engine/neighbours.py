@@ -18,6 +18,7 @@ from .agent.protocol import PeersAnswer, PeersRequest
 from .agent.values import AgentSettings
 from .backends.api import Backend
 from .backends.errors import NotFound
+from .backends.parallel import heard
 from .errors import Damaged, EverstepError, PeerLost, RunError
 from .format import names
 from .format.manifest import Manifest
@@ -202,6 +203,8 @@ class RunMemory:
         asking = {loop.run_in_executor(self._pool, one.ask, key): one for one in neighbours}
         if not asking:
             return {}
+        for answer in asking:
+            answer.add_done_callback(heard)
         await asyncio.wait(asking, timeout=self._asking_s)
         answers = {}
         for answer, neighbour in asking.items():

@@ -3,7 +3,6 @@ other nodes, else from a node that has it, whose first rank serves it while the 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import secrets
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from .backends.parallel import together
 from .discovery import Candidate
 from .errors import EverstepError
 from .exchange.client import CONNECTIONS, PeerSource
@@ -231,7 +231,7 @@ class Nodes:
             for some in copies:
                 source = self._source(some, candidate, chunk_bytes)
                 proving += [_prove(source, some, rank, problems) for rank in some.pins]
-            return list(await asyncio.gather(*proving))
+            return await together(proving)
 
         proved = [one for one in run_blocking(prove()) if one is not None]
         token = secrets.token_bytes(TOKEN_BYTES)

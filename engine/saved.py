@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from .backends.parallel import together
 from .discovery import FALL_BACK
 from .errors import Damaged, EverstepError
 from .format.entries import Entry, Layout
@@ -126,13 +127,7 @@ class Checkpoint:
                 async with room:
                     return await self._from_first(rank, read)
 
-            tasks = [asyncio.ensure_future(one(rank)) for rank in ranks]
-            try:
-                return list(await asyncio.gather(*tasks))
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+            return await together(map(one, ranks))
 
         problems = len(self._failed)
         found = run_blocking(all_of())

@@ -11,7 +11,6 @@ once and read alone.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import mmap
@@ -20,11 +19,12 @@ import secrets
 import stat
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from .backends.parallel import together
 from .discovery import FALL_BACK
 from .errors import EverstepError, RankError, from_wire
 from .format.hashing import hexdigest
@@ -453,7 +453,7 @@ class _Sharing:
                 work.append(self._read(self._rounds[turn], self._board.half(turn)))
             if turn > 0:
                 work.append(self._copy(self._rounds[turn - 1], self._board.half(turn - 1), clippers))
-            for report in run_blocking(_all(work)):
+            for report in run_blocking(together(work)):
                 self._report.add(report)
             self._board.done(turn + 1)
             if turn < len(self._rounds):
@@ -494,17 +494,6 @@ class _Sharing:
 def _clipped(reads: Sequence[Read], ranges: Sequence[Range]) -> list[Read]:
     clipper = Clipper(reads)
     return [part for begin, end in ranges for part in clipper.take(begin, end)]
-
-
-async def _all(work: Sequence[Coroutine[Any, Any, FillReport]]) -> list[FillReport]:
-    """The results of all; where one fails, the others are ended first."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Window:

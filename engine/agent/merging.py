@@ -35,6 +35,7 @@ from everstep.store.flush import FlushJob
 from everstep.store.merge import merge_rank
 
 from .basing import rank_source
+from .flushes import logged
 from .journal import JobEntry, MergeEntry
 from .storage import Fence, in_our_words, may_pass, patiently
 from .values import Progress
@@ -317,7 +318,7 @@ class Merges:
     # -- ends
 
     def _drop(self, entry: MergeEntry, error: EverstepError) -> None:
-        task = asyncio.ensure_future(self._give_up(entry, time.monotonic(), error))
+        task = asyncio.ensure_future(logged(self._give_up(entry, time.monotonic(), error)))
         self._dropping.add(task)
         task.add_done_callback(self._dropping.discard)
 

@@ -33,6 +33,7 @@ from everstep.store.commit import tidy
 from everstep.store.mirror import conclude, copy_records, give_up, mirror_rank, missing_ranks, standing
 from everstep.store.rotate import RotationReport
 
+from .flushes import logged
 from .journal import MirrorEntry
 from .rotation import Rotator
 from .storage import Fence, in_our_words, patiently
@@ -104,7 +105,7 @@ class Mirrors:
             line = self._lines[name]
             if anew or named.get(name) != line.tier:
                 rest = self._lines.pop(name).leave()
-                task = asyncio.ensure_future(line.close())
+                task = asyncio.ensure_future(logged(line.close()))
                 self._leaving.add(task)
                 task.add_done_callback(self._leaving.discard)
                 if name in named and named[name].url == line.tier.url:
@@ -363,7 +364,7 @@ class Line:
     # -- ends
 
     def _drop(self, entry: MirrorEntry) -> None:
-        task = asyncio.ensure_future(self._give_up(entry))
+        task = asyncio.ensure_future(logged(self._give_up(entry)))
         self._dropping.add(task)
         task.add_done_callback(self._dropping.discard)
 

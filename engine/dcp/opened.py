@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from ..plan.reads import plan_reads
 from ..state.codec import StateImage
 from ..state.tensors import dtype_named, empty, writable_bytes
 from ..state.wire import Tag, tag_of
+from ..store.asking import each
 from ..store.blocking import run_blocking
 from ..store.fill import FillReport, fill
 from ..store.runs import open_run
@@ -68,7 +68,7 @@ class Opened:
         return DurableSource(self.backend, found, run.chunk_bytes)
 
     async def _layouts(self) -> list[Layout]:
-        return list(await asyncio.gather(*(self.source.layout(rank) for rank in range(self.world))))
+        return await each(range(self.world), self.source.layout)
 
     def _find_coordinator(self) -> None:
         """The rank that knows of all tensors and values: the first, as a rule."""

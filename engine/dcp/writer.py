@@ -24,6 +24,7 @@ from ..agent.storage import patiently
 from ..backends.api import Backend
 from ..backends.errors import Permanent
 from ..backends.open import SUPPORTED, local_path
+from ..backends.parallel import ended
 from ..errors import BadOption, EverstepError, RankError, SaveAbandoned, SaveFailed, UsageError
 from ..format import names
 from ..format.hashing import rank_root
@@ -327,9 +328,7 @@ async def _together(first: Awaitable[A], second: Awaitable[B]) -> tuple[A, B]:
     try:
         return await tasks[0], await tasks[1]
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended(tasks)
 
 
 async def _write_small(

@@ -6,11 +6,11 @@ whatever else a read raises means that the storage did not answer.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from everstep.backends import parallel
 from everstep.backends.api import Backend
 from everstep.backends.errors import BackendError, Conflict, NoSpace, NotFound
 from everstep.errors import CannotTell, SaveFailed, StorageFull
@@ -74,22 +74,6 @@ async def each(
 ) -> list[R]:
     """``work`` of every item, at most ``limit`` at a time; results in the items' order.
 
-    The first error stops the rest and is raised.
+    The first error stops the rest and is raised; no work is under way any more when this returns.
     """
-    todo = list(enumerate(items))
-    results: dict[int, R] = {}
-    todo.reverse()
-
-    async def worker() -> None:
-        while todo:
-            index, item = todo.pop()
-            results[index] = await work(item)
-
-    tasks = [asyncio.ensure_future(worker()) for _ in range(min(limit, len(todo)))]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    return [results[index] for index in sorted(results)]
+    return await parallel.each(items, work, limit=limit)

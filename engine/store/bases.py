@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from everstep.backends.aligned import BLOCK, aligned_buffer, round_down, round_up
-from everstep.backends.parallel import ended
+from everstep.backends.parallel import ended, heard
 from everstep.codec.chunk import decode_chunk
 from everstep.errors import CannotTell, Damaged, EverstepError, Pruned
 from everstep.format import names
@@ -114,7 +114,7 @@ class Bases:
         task = self._found.get(key)
         if task is None:
             task = self._found[key] = asyncio.ensure_future(self._look(key))
-            task.add_done_callback(_heard)
+            task.add_done_callback(heard)
             while len(self._found) > KEPT_MAX:
                 self._found.popitem(last=False)
         try:
@@ -559,12 +559,6 @@ def _no_base(name: str) -> Damaged:
     return Damaged(f"{name} refers to a base, and has none", found="no base", expected="one", name=name)
 
 
-def _heard(task: asyncio.Task[list[Source]]) -> None:
-    """Whoever asked may have been cancelled meanwhile: then nobody is left to hear of an error."""
-    if not task.cancelled():
-        task.exception()
-
-
 def copy_bytes(target: memoryview, source: memoryview) -> None:
     """A copy without the interpreter lock."""
     import numpy  # here, since fsck and the agent live without it
@@ -578,5 +572,4 @@ async def both(one: Awaitable[T], other: Awaitable[U]) -> tuple[T, U]:
     try:
         return await asyncio.gather(first, second)
     finally:
-        await ended([first])
-        await ended([second])
+        await ended([first, second])

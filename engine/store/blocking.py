@@ -13,6 +13,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from everstep.backends.parallel import answered
 from everstep.errors import UsageError
 
 CANCEL_WAIT_S = 10.0
@@ -72,7 +73,7 @@ def run_blocking(coro: Coroutine[Any, Any, T]) -> T:
 
     async def watched() -> T:
         try:
-            return await coro
+            return await answered(coro)
         finally:
             ended.set()
 

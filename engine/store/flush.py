@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 from everstep.backends.api import Backend, Notes, Writer
 from everstep.backends.errors import Conflict, NotFound
+from everstep.backends.parallel import settled
 from everstep.backends.points import reach
 from everstep.errors import BadOption, CannotTell, Damaged, Pruned, SaveAbandoned, SaveFailed
 from everstep.format import names
@@ -434,7 +435,7 @@ async def write_image(
             await writer.commit()
         except BaseException:
             if ahead is not None:
-                await asyncio.wait([ahead])
+                await settled(ahead)
             if writer is not None:
                 await writer.abort()
             raise

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from everstep.backends.aligned import aligned_buffer
 from everstep.backends.api import Backend, Notes, Writer
+from everstep.backends.parallel import settled
 from everstep.backends.points import reach
 from everstep.codec.chunk import encode_chunk
 from everstep.codec.segments import segments_of
@@ -338,9 +339,7 @@ class _Output:
         """Wait for what is being written, whatever comes of it."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            await asyncio.wait([writing])
-            if not writing.cancelled():
-                writing.exception()
+            await settled(writing)
 
 
 def _pieces(nbytes: int, chunk_bytes: int) -> list[tuple[int, int]]:

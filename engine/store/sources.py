@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkabl
 
 from everstep.backends.api import Backend
 from everstep.backends.errors import NotFound, ShortRead
+from everstep.backends.parallel import heard
 from everstep.errors import Damaged, Pruned, RunError
 from everstep.format import names
 from everstep.format.layout import Layout, decode, layout_hash
@@ -490,14 +491,8 @@ async def once(tasks: dict[K, asyncio.Task[V]], key: K, make: Callable[[], Corou
 def _started(reading: Coroutine[Any, Any, V]) -> asyncio.Task[V]:
     """``reading``, begun; its error is raised where it is awaited, if ever."""
     task = asyncio.ensure_future(reading)
-    task.add_done_callback(_heard)
+    task.add_done_callback(heard)
     return task
-
-
-def _heard(task: asyncio.Task[Any]) -> None:
-    """Whoever asked may have been cancelled meanwhile: then nobody is left to hear of an error."""
-    if not task.cancelled():
-        task.exception()
 
 
 def _region(image: str) -> str:
