@@ -147,7 +147,7 @@ class RunMemory:
 
             nearest = sorted(answers, key=lambda one: one.seconds)
             snapshots = [snapshot for neighbour in nearest for snapshot in lent(neighbour)]
-            own = [*snapshots, *await self._own_sources(manifest)]
+            own: list[NeighbourSnapshot | ArenaSource] = [*snapshots, *await self._own_sources(manifest)]
             self._elsewhere[key] = [*snapshots, *self._from_parity(key, answers, own, run)]
         return self._elsewhere[key]
 
