@@ -136,7 +136,7 @@ class Checkpointer:
         self._records: dict[int, IncarnationRecord] = {}
         """Of the root's incarnations, those that were read."""
         self._adopted: Adopted | None = None
-        self._standby = self._stand_by() if not self._room.was_used(self._place.run_key) else None
+        self._standby = Standby.begin() if self._may_start_agent() else None
         opened.add(self._place.url, self)
 
     # -- the calls of a training loop
@@ -184,7 +184,6 @@ class Checkpointer:
             self.recovery = self._restore(trained, step, config_reason, self._held, mend)
             self._adopted = Adopted(trained, self.recovery) if self.recovery is not None else None
         self._origin = self._origin_of(self.recovery, config_reason)
-        self._standby = self._standby or self._stand_by()
         if self._memory is not None:  # else only flushes need room, and the first of them makes it
             self._reserve(trained)
             if self.recovery is None:  # a restart goes on at once, its memory is made ready behind it
@@ -334,7 +333,7 @@ class Checkpointer:
             self._standby.close()
         with contextlib.ExitStack() as stack:
             for backend in (self._backend, *self._near, *self._farther):
-                stack.callback(lambda backend=backend: run_blocking(backend.close()))
+                stack.callback(_close_backend, backend)
             if self._session is None and self._tier is not None:
                 stack.callback(self._tier.close, remove=False)
             stack.callback(self._rollbacks.close, lambda record_id: unmark(self._place, record_id))
@@ -401,10 +400,9 @@ class Checkpointer:
                 return agent_settings(self._place, self._policy, run.run_id, run.chunk_bytes)
         return None
 
-    def _stand_by(self) -> Standby | None:
-        """A process for the agent that the first step is likely to need, if none is there."""
-        needed = self._memory is not None and self._agent == "process" and not self._place.has_agent()
-        return Standby.begin() if needed else None
+    def _may_start_agent(self) -> bool:
+        """Whether the first step is likely to need an agent that is not there yet."""
+        return self._memory is not None and self._agent == "process" and not self._place.has_agent()
 
     def _kept_by_agent(self) -> list[Arena]:
         settings = self._running_agent()
@@ -589,6 +587,10 @@ class Checkpointer:
                 session.close(flush=False)
                 raise
         return session
+
+
+def _close_backend(backend: Backend) -> None:
+    run_blocking(backend.close())
 
 
 def _check_kind(name: str, value: object, cls: type) -> None:
