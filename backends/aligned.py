@@ -16,6 +16,10 @@ BLOCK = 4096
 """Bytes; the alignment that direct I/O gets."""
 
 
+HUGE_PAGE = 2 << 20
+"""Bytes, on most machines."""
+
+
 class _PyBuffer(ctypes.Structure):
     """``Py_buffer`` of the C interface: the only way to a read-only view's address without further
     libraries."""
@@ -65,10 +69,13 @@ def aligned_buffer(nbytes: int) -> memoryview:
     Huge pages, where the system gives them: direct I/O pins and maps page by page, so that reads into small
     pages took nearly twice as long here, and touching them first costs a fault each.
     """
-    buffer = mmap.mmap(-1, max(round_up(nbytes), BLOCK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    size = max(round_up(nbytes), BLOCK)
+    # Only what is a multiple of a huge page is put where these begin; what nobody touches takes no memory.
+    whole = size if size < HUGE_PAGE else -(-size // HUGE_PAGE) * HUGE_PAGE
+    buffer = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):
         buffer.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(buffer)
+    return memoryview(buffer)[:size]
 
 
 def round_up(nbytes: int) -> int:

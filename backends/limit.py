@@ -17,7 +17,7 @@ BUCKET_S = 0.1
 SLICE_BYTES = 64 << 10
 """The most that a network backend takes at once, so that what is on the wire follows a rate of 4 slices a second or
 more within 5 % over 5 s."""
-OPEN_SLICE_BYTES = 8 << 20
+OPEN_SLICE_BYTES = 32 << 20
 """What passes at once where there is no rate."""
 LOOK_S = 0.25
 """Who waits for bytes looks this often whether the rate was changed."""

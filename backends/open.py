@@ -70,6 +70,28 @@ def open_backend(
     )
 
 
+def kind_of(url: str | os.PathLike[str]) -> str:
+    """The protocol of a store, for :func:`load_kind`; "" for local files."""
+    return "" if is_local(url) else _parts(str(url))[0]
+
+
+def load_kind(kind: str) -> None:
+    """Load what backends of that protocol need, which takes half a second and more: before one is opened."""
+    if kind in S3_PROTOCOLS:
+        from . import s3
+        from .s3client import load_interfaces
+
+        del s3
+        load_interfaces()
+        return
+    import fsspec
+
+    from . import fsspecfs
+
+    del fsspecfs
+    fsspec.get_filesystem_class(kind)
+
+
 def _open_local(url: str | os.PathLike[str], *, shared: bool, threads: int, bound: bool) -> Backend:
     path = local_path(url)
     door = None

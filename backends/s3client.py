@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import logging
 import os
 import threading
@@ -19,6 +20,8 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import botocore.handlers
+import botocore.loaders
+from aiobotocore.session import AioSession
 from s3fs import S3FileSystem
 from s3fs.utils import ParamKwargsHelper
 
@@ -48,6 +51,9 @@ METHODS = ("put_object", "get_object", "create_multipart_upload", "upload_part",
 
 RENEW_S = 5.0
 """Seconds for which credentials that were just read anew, and are refused, are not read once more."""
+
+LOADERS_MAX = 4
+"""Places of further interfaces (AWS_DATA_PATH) whose contents are kept."""
 
 HASH_THREADS = 2
 """Threads that take checksums, for all loops of one backend."""
@@ -242,6 +248,7 @@ class S3Client:
     async def _connect(self) -> Line:
         try:
             fs = S3FileSystem(asynchronous=True, skip_instance_cache=True, **self._options)
+            fs.session = fs.session or _session(fs.kwargs)
             client = await fs.set_session()
         except (TypeError, KeyError, ValueError) as error:
             raise Permanent(self.url, f"storage options that are not understood: {error}") from error
@@ -253,6 +260,28 @@ class S3Client:
         events.unregister("before-call.s3", botocore.handlers.add_expect_header)
         events.register("before-sign.s3.DeleteObjects", _add_md5)
         return Line(fs, client, self._extra)
+
+
+def _session(options: Mapping[str, Any]) -> AioSession:
+    """As s3fs makes it, but what botocore knows of the services' interfaces, megabytes of JSON, is read once in a
+    process."""
+    session = AioSession(**options)
+    session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
+    return session
+
+
+@functools.lru_cache(maxsize=LOADERS_MAX)
+def _loader(data_path: str | None) -> botocore.loaders.Loader:
+    return botocore.loaders.create_loader(data_path)
+
+
+def load_interfaces() -> None:
+    """Read now what the first client would read."""
+    loader = _loader(AioSession().get_config_variable("data_path"))
+    for kind in ("service-2", "endpoint-rule-set-1"):
+        loader.load_service_model("s3", kind)
+    for name in ("endpoints", "partitions", "sdk-default-configuration"):
+        loader.load_data_with_path(name)
 
 
 def _add_md5(request: Any, **_: Any) -> None:

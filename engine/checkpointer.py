@@ -18,7 +18,7 @@ from .agent.spawn import Standby
 from .agent.values import AgentSettings
 from .backends.api import Backend
 from .chained import known_chains
-from .config import config_hash, plain_config, plain_step
+from .config import check_kind, config_hash, plain_config, plain_step
 from .discovery import find_run, open_arenas
 from .errors import BadOption, Closed, EverstepError, NoCheckpoint, RunInUse
 from .format.constants import CHUNK_BYTES
@@ -49,6 +49,7 @@ from .ranks import Ranks
 from .reading import into_state
 from .rollback import Rollbacks
 from .session import Session, agent_settings
+from .snapshots import Prepared
 from .state.trainstate import TrainState
 from .store.blocking import run_blocking
 from .writers import ENDING_S_MAX, Lookout, ending, unmark
@@ -99,20 +100,20 @@ class Checkpointer:
             raise BadOption("agent= is unknown", found=repr(agent), expected="'process' or 'inline'")
         if fresh is not None and not (isinstance(fresh, str) and fresh.strip()):
             raise BadOption("fresh= must say why", found=repr(fresh), expected="a text")
-        _check_kind("policy", policy, Policy)
-        _check_kind("memory", memory, Memory)
+        check_kind("policy", policy, Policy)
+        check_kind("memory", memory, Memory)
         self._place = with_tiers(locate(root, node=node, options=storage_options), tiers)
-        self._backend: Backend = self._place.open_root()
-        self._farther, self._near = self._place.open_tiers(), self._place.open_near()
-        self._memory = memory
+        self._memory, self._agent = memory, agent
         self._room = (
             Room(memory.directory, memory.slots, required=memory.path is not None)
             if memory is not None
             else Room(SHARED_MEMORY, STAGING_SLOTS, private=True)
         )
+        self._standby = self._stand_by()
+        self._backend: Backend = self._place.open_root()
+        self._farther, self._near = self._place.open_tiers(), self._place.open_near()
         self._policy = policy or Policy()
         self._config = plain_config(config)
-        self._agent = agent
         self._take_over = take_over
         self._mesh = dict(mesh) if mesh is not None else None
         self._origin = Origin(fresh=fresh)
@@ -136,7 +137,6 @@ class Checkpointer:
         self._records: dict[int, IncarnationRecord] = {}
         """Of the root's incarnations, those that were read."""
         self._adopted: Adopted | None = None
-        self._standby = Standby.begin() if self._may_start_agent() else None
         opened.add(self._place.url, self)
 
     # -- the calls of a training loop
@@ -333,7 +333,7 @@ class Checkpointer:
             self._standby.close()
         with contextlib.ExitStack() as stack:
             for backend in (self._backend, *self._near, *self._farther):
-                stack.callback(_close_backend, backend)
+                stack.callback(lambda backend=backend: run_blocking(backend.close()))
             if self._session is None and self._tier is not None:
                 stack.callback(self._tier.close, remove=False)
             stack.callback(self._rollbacks.close, lambda record_id: unmark(self._place, record_id))
@@ -400,9 +400,10 @@ class Checkpointer:
                 return agent_settings(self._place, self._policy, run.run_id, run.chunk_bytes)
         return None
 
-    def _may_start_agent(self) -> bool:
-        """Whether the first step is likely to need an agent that is not there yet."""
-        return self._memory is not None and self._agent == "process" and not self._place.has_agent()
+    def _stand_by(self) -> Standby | None:
+        """A process for the agent that the first step is likely to need, if none is there."""
+        needed = self._memory is not None and self._agent == "process" and not self._place.has_agent()
+        return Standby.begin(self._place.urls) if needed else None
 
     def _kept_by_agent(self) -> list[Arena]:
         settings = self._running_agent()
@@ -417,20 +418,29 @@ class Checkpointer:
 
         def reserve() -> None:
             run_secret()  # one that cannot be read is told, though this job may do without
-            copies = Copies.on(ranks.rank, self._nodes, self._holders)
-            run = find_run(self._backend)
-            tier.reserve(
-                (self._memory and self._memory.bytes) or expected_slot_bytes(state, ranks.world, copies),
-                chunk_bytes=run.chunk_bytes if run is not None else CHUNK_BYTES,
-                adopted=self._origin.adopted,
-                run_id=run.run_id if run is not None else "",
-                held=self._held,
-                behind=self.recovery is not None,
-            )
-            self._held = []
+            held, self._held = self._held, []
+            if tier.reserved:
+                tier.await_reserved(held)
+            else:
+                self._reserve_slots(state, ranks, tier, held)
             self._rollbacks.reserve(state, tier.arena)
 
         ranks.together("reserving memory", reserve, timeout_s=self._policy.rank_timeout_s)
+
+    def _reserve_slots(
+        self, state: TrainState, ranks: Ranks, tier: MemoryTier, held: Sequence[Arena]
+    ) -> None:
+        run, copies = find_run(self._backend), Copies.on(ranks.rank, self._nodes, self._holders)
+        tier.reserve(
+            (self._memory and self._memory.bytes) or expected_slot_bytes(state, ranks.world, copies),
+            chunk_bytes=run.chunk_bytes if run is not None else CHUNK_BYTES,
+            adopted=self._origin.adopted,
+            run_id=run.run_id if run is not None else "",
+            held=held,
+            behind=self.recovery is not None,
+        )
+        if self._memory is not None and self.recovery is None:  # a restart has other things to wait for
+            tier.prepared = Prepared.of(state, tier.arena, ranks, self._nodes, self._holders)
 
     def _compare_nodes(self, ranks: Ranks, tier: MemoryTier) -> None:
         """Once: on which nodes the ranks are, and how many second copies that leaves room for."""
@@ -587,14 +597,3 @@ class Checkpointer:
                 session.close(flush=False)
                 raise
         return session
-
-
-def _close_backend(backend: Backend) -> None:
-    run_blocking(backend.close())
-
-
-def _check_kind(name: str, value: object, cls: type) -> None:
-    if value is not None and not isinstance(value, cls):
-        raise BadOption(
-            f"{name}= is of another type", found=repr(value), expected=f"everstep.{cls.__name__}(...)"
-        )

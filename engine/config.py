@@ -143,3 +143,11 @@ def plain_step(step: Any) -> int:
             "a step is a whole number, zero or more", found=repr(step), expected=f"0 to {NUMBER_MAX}"
         )
     return number
+
+
+def check_kind(name: str, value: object, cls: type) -> None:
+    """BadOption unless ``value`` is a ``cls``, or None."""
+    if value is not None and not isinstance(value, cls):
+        raise BadOption(
+            f"{name}= is of another type", found=repr(value), expected=f"everstep.{cls.__name__}(...)"
+        )

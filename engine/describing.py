@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -45,6 +46,7 @@ def _coordinates(mesh: dict[str, int], rank: int) -> dict[str, int]:
     return dict(reversed(found.items()))
 
 
+@functools.lru_cache(maxsize=1)
 def _libraries() -> dict[str, str]:
     import torch
 

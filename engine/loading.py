@@ -5,10 +5,11 @@ Nothing is written to the run unless a load is asked to mend, so readers may loa
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,7 @@ from .store.staged import bases_near
 
 log = logging.getLogger("everstep")
 
+LOOKING = "looking for the run"
 LOOKS_MAX = 20
 """How often one load looks anew because a live run removed what it had found."""
 
@@ -100,6 +102,8 @@ class Loader:
         self._nodes = Nodes(ranks, arenas, node, timeout_s=timeout_s)
         self._timeout_s = timeout_s
         self._node = node
+        self._at: list[str] = []
+        """The nodes of all ranks."""
         self._writes = writes
         self._skipped: list[str] = []
         self._only_pruned = True
@@ -187,22 +191,23 @@ class Loader:
 
     def _agree_on_run(self) -> RunRecord | None:
         """The run, if every rank sees the same one."""
-        base, run = self._ranks.together("looking for the run", self._find_run, timeout_s=self._timeout_s)
-        self._base = base
-        mine = run.run_id if run is not None else None
-        seen = self._ranks.agree("comparing the run", mine, timeout_s=self._timeout_s)
-        if len(set(seen)) > 1:
+        found, seen, errors = self._ranks.exchange(LOOKING, self._find_run, timeout_s=self._timeout_s)
+        if errors or found is None:
+            raise self._ranks.verdict(LOOKING, errors)
+        self._base, run = found
+        self._at = [node for _, node in seen]
+        if len({run_id for run_id, _ in seen}) > 1:
             raise NotARun(
                 "not all ranks see the same run at this root",
-                found={rank: run_id or "no run" for rank, run_id in enumerate(seen)},
+                found={rank: run_id or "no run" for rank, (run_id, _) in enumerate(seen)},
                 expected="one run on all ranks",
                 hint="The root must be on storage that all ranks share.",
             )
         return run
 
-    def _find_run(self) -> tuple[int, RunRecord | None]:
-        """In the nearest place that has it, and which that is. Raises what the root says, and where it has none, what
-        any other says."""
+    def _find_run(self) -> tuple[tuple[int, RunRecord | None], Any]:
+        """In the nearest place that has it, and which that is; for the others its id, and our node. Raises what the
+        root says, and where it has none, what any other says."""
         for number, place in enumerate(self._places):
             try:
                 run = find_run(place)
@@ -216,12 +221,13 @@ class Loader:
                     hint=f"If there was none, start without {place.url}, and add it later",
                 ) from error
             if run is not None:
-                return number, run
-        return 0, None
+                return (number, run), [run.run_id, self._node]
+        return (0, None), [None, self._node]
 
-    def _proposals(self, run: RunRecord, step: int | None) -> Proposals | None:
-        """On rank 0 what may be loaded, given what all ranks' nodes hold in memory; elsewhere None."""
-        in_memory = self._nodes.look(run.run_id)
+    def _proposals(self, run: RunRecord, step: int | None) -> Callable[[], Proposals]:
+        """Gives what may be loaded, which rank 0 finds out with its first question, given what all ranks' nodes hold in
+        memory."""
+        in_memory = self._nodes.look(run.run_id, self._at)
         if self._near is not None and self._writes and self._base == 0:
             worlds_in_memory = {key: len(ranks) for key, ranks in in_memory.items()}
             finish_staged(
@@ -235,29 +241,23 @@ class Loader:
                 timeout_s=self._timeout_s,
                 known=self._known,
             )
-        made: list[Proposals] = []
-        self._ranks.from_first(
-            "listing the checkpoints",
-            lambda: made.append(
-                Proposals(
-                    self._places,
-                    in_memory,
-                    step=step,
-                    writes=self._writes and self._base == 0,
-                    why=self._nodes.why,
-                    base=self._base,
-                    known=self._known if self._base == 0 else None,
-                )
-            ),
-            timeout_s=self._timeout_s,
+        return functools.cache(
+            lambda: Proposals(
+                self._places,
+                in_memory,
+                step=step,
+                writes=self._writes and self._base == 0,
+                why=self._nodes.why,
+                base=self._base,
+                known=self._known if self._base == 0 else None,
+            )
         )
-        return made[0] if made else None
 
     def _next(
-        self, proposals: Proposals | None, config: dict[str, Any] | None, reason: str | None
+        self, listed: Callable[[], Proposals], config: dict[str, Any] | None, reason: str | None
     ) -> tuple[Candidate, dict[str, Any]] | None:
         def propose() -> Any:
-            assert proposals is not None
+            proposals = listed()
             candidate = proposals.next()
             problems, proposals.problems = proposals.problems, []
             lost = proposals.lost(candidate)

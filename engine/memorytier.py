@@ -29,7 +29,9 @@ from .plan.room import GROWTH
 POLL_MIN_S = 0.0005
 POLL_MAX_S = 0.05
 CLEAN_PAUSE_S = 1.0
-"""Former ranks' arenas are looked for at most this often: it reads a directory and every header in it."""
+CLEAN_PAUSE_S_MAX = 60.0
+"""Former ranks' arenas are looked for at most this often, and ever more seldom: it reads a directory and every header
+in it, while the trainer waits."""
 POPULATED_S = 20.0
 """Bound of the wait for the slots' memory at the start of a new run."""
 
@@ -65,7 +67,7 @@ class MemoryTier:
         self._cleans = rank == 0
         self._alone = True
         self._first_complete: Key | None = None
-        self._clean_next_s = 0.0
+        self._clean_next_s, self._clean_pause_s = 0.0, CLEAN_PAUSE_S
         self._neighbours: dict[int, Arena] = {}
         self.guarded = False
         """Whether snapshots are protected against the loss of nodes. Off again where no agent is left to do it."""
@@ -77,6 +79,8 @@ class MemoryTier:
         self._adopted: Key | None = None
         self._run_id = ""
         self.is_shared = not room.private
+        self.prepared: object | None = None
+        """What the first snapshot was prepared with (:class:`.snapshots.Prepared`): let go of with the arena."""
 
     @property
     def arena(self) -> Arena:
@@ -109,13 +113,10 @@ class MemoryTier:
         """Have an arena with slots of at least ``slot_bytes``: the one a former process of this rank left, if it
         fits, else a new one; what holds the adopted snapshot is kept beside it. ``held`` are arenas without a
         path, that the agent kept. Raises MemoryTooSmall before training starts. ``behind``: a new one's memory is only
-        looked for, and reserved beside what the trainer does next; the next call waits for that, and raises."""
-        if self._arena is not None or self._room.private:
+        looked for, and reserved beside what the trainer does next; :meth:`await_reserved` waits for it, and raises."""
+        if self._room.private:
             for arena in held:
                 arena.close()
-        if self._arena is not None:
-            self._await_reserved()
-            return
         self._adopted = adopted
         left = [] if self._room.private else self._left_behind(adopted, run_id, chunk_bytes, held)
         # Killed before its first snapshot, again and again, a job has left both what holds the adopted snapshot
@@ -132,13 +133,15 @@ class MemoryTier:
             self.is_shared = room.info.path is not None
         self._arena = room or self._create(slot_bytes, chunk_bytes, behind=behind and not self._room.private)
 
-    def _await_reserved(self) -> None:
+    def await_reserved(self, held: Sequence[Arena]) -> None:
+        """Until what was reserved has its memory. ``held`` were found since, and are let go of. Raises MemoryTooSmall
+        where others took it meanwhile, and nothing else will do."""
+        for arena in held:
+            arena.close()
         try:
             self.arena.await_reserved()
-        except (
-            MemoryTooSmall
-        ):  # others took it meanwhile: said, or done without, as if it had been too little before
-            info = self.arena.info
+        except MemoryTooSmall:  # said, or done without, as if it had been too little before
+            info, self.prepared = self.arena.info, None
             self.arena.unlink()
             self.arena.close()
             self._arena = None
@@ -261,7 +264,8 @@ class MemoryTier:
                 arena.close()
             self._outgrown.clear()
         if time.monotonic() >= self._clean_next_s:
-            self._clean_next_s = time.monotonic() + CLEAN_PAUSE_S
+            self._clean_next_s = time.monotonic() + self._clean_pause_s
+            self._clean_pause_s = min(2 * self._clean_pause_s, CLEAN_PAUSE_S_MAX)
             self._clean()
 
     def _clean(self) -> None:
@@ -276,6 +280,7 @@ class MemoryTier:
         """Let go of the arenas; ``remove`` deletes them (what they held is durable elsewhere). One that was reserved,
         but holds nothing, goes anyhow: a job that only loads needs no room."""
         self.keep(None)
+        self.prepared = None
         for arena in self._neighbours.values():
             arena.close()
         self._neighbours.clear()

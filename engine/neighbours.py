@@ -8,7 +8,7 @@ agent, and TLS where that is set up. Where there is no secret nobody is asked.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -18,24 +18,27 @@ from .agent.protocol import PeersAnswer, PeersRequest
 from .agent.values import AgentSettings
 from .backends.api import Backend
 from .backends.errors import NotFound
-from .errors import EverstepError, PeerLost, RunError
+from .errors import Damaged, EverstepError, PeerLost, RunError
 from .format import names
 from .format.manifest import Manifest
 from .format.records import RunRecord, decode_run
 from .memory.arena import Arena
 from .memory.directory import find_arenas
 from .memory.process import boot_id
+from .parities import ParityStanding, look_for_parity, pin_parity
 from .peers.address import split_address
 from .peers.borrowing import Credentials, Neighbour, NeighbourSnapshot, snapshots_of
+from .peers.described import PARITY_RANK
 from .peers.loans import Lent
 from .peers.secret import SECRET, SECRET_FILE, run_secret
 from .places import Place
+from .rebuilding import RebuiltSource
 from .store.asking import reading
 from .store.beacons import read_beacons
 from .store.findings import Finding, Kind, Severity
 from .store.holdings import look_in_memory, pin_copies
 from .store.memories import Snapshot
-from .store.sources import ArenaSource
+from .store.sources import ArenaSource, Source
 
 ASKED_AT_ONCE = 16
 """Agents of other nodes."""
@@ -48,6 +51,22 @@ ROUNDS = 2
 
 Key = tuple[int, int]
 """(incarnation, step)"""
+
+
+class _Rebuilt:
+    """Images of a node that is lost, computed; what else was in its slots ``small`` have."""
+
+    def __init__(self, source: RebuiltSource, small: Sequence[Snapshot]) -> None:
+        self.label = source.label
+        self.ranks = source.ranks
+        self.has = source.has
+        self.read_into = source.read_into
+        self.records = source.records
+        self.meta = source.meta
+        self._small = small
+
+    async def layout_bytes(self, rank: int) -> bytes:
+        return await next(one for one in self._small if rank in one.ranks).layout_bytes(rank)
 
 
 class RunMemory:
@@ -65,7 +84,7 @@ class RunMemory:
         self._stack = ExitStack()
         self._arenas: list[Arena] | None = None
         self._here: dict[Key, list[ArenaSource]] = {}
-        self._elsewhere: dict[Key, list[NeighbourSnapshot]] = {}
+        self._elsewhere: dict[Key, list[Snapshot]] = {}
         self._run: RunRecord | None = None
         self._credentials: Credentials | None = None
         self._neighbours: dict[tuple[str, int], Neighbour] | None = None
@@ -114,13 +133,57 @@ class RunMemory:
     # -- other nodes'
 
     async def elsewhere(self, manifest: Manifest) -> Sequence[Snapshot]:
-        """Of those that answered first, first."""
+        """Of those that answered first, first; then what follows from parity."""
         key = manifest.incarnation, manifest.step
         if key not in self._elsewhere:
-            self._elsewhere[key] = await self._ask_all(key)
+            answers = await self._ask_all(key)
+            run = self._run
+            if run is None:
+                return []
+
+            def lent(neighbour: Neighbour) -> list[NeighbourSnapshot]:
+                answer, world = answers[neighbour], manifest.world
+                return snapshots_of(neighbour, key, answer, run.chunk_bytes, self._pool, world)
+
+            nearest = sorted(answers, key=lambda one: one.seconds)
+            snapshots = [snapshot for neighbour in nearest for snapshot in lent(neighbour)]
+            own = [*snapshots, *await self._own_sources(manifest)]
+            self._elsewhere[key] = [*snapshots, *self._from_parity(key, answers, own, run)]
         return self._elsewhere[key]
 
-    async def _ask_all(self, key: Key) -> list[NeighbourSnapshot]:
+    async def _own_sources(self, manifest: Manifest) -> list[ArenaSource]:
+        await self.here(manifest)
+        return self._here[manifest.incarnation, manifest.step]
+
+    def _from_parity(
+        self,
+        key: Key,
+        answers: Mapping[Neighbour, Lent],
+        data: Sequence[NeighbourSnapshot | ArenaSource],
+        run: RunRecord,
+    ) -> list[Snapshot]:
+        """What can be computed of ``data`` and parity in this node's memory and that of those who answered."""
+        standing, slots = ParityStanding(), dict[tuple[str, int], Source]()
+        for neighbour, answer in answers.items():
+            node = f"{neighbour.name} at {neighbour.host}:{neighbour.port}"
+            for number, said in answer.parity:
+                with suppress(Damaged):
+                    standing.add(node, [[*key, number, said]])
+                    copies = {PARITY_RANK: (number, ())}
+                    world = data[0].world if data else 0
+                    slots[node, number] = NeighbourSnapshot(
+                        neighbour, key, copies, run.chunk_bytes, self._pool, world
+                    )
+        found = look_for_parity(self._arenas or (), run.run_id)
+        pinned = pin_parity(found, key, self._stack, run.chunk_bytes)
+        for one in found:
+            if one.key == key and one.number in pinned:
+                standing.add("", [[*key, one.number, one.described.encode()]])
+                slots["", one.number] = pinned[one.number]
+        rebuilt = standing.sources(key, data, slots.get)
+        return [_Rebuilt(one, data) for one in rebuilt if one.chunk_bytes == run.chunk_bytes]
+
+    async def _ask_all(self, key: Key) -> dict[Neighbour, Lent]:
         if self._neighbours is None:
             self._neighbours = {}
             await self._meet()
@@ -131,14 +194,7 @@ class RunMemory:
             asked += fresh
             answers |= await self._ask(fresh, key)
             self._add(node for lent in answers.values() for node in lent.nodes)
-        run = self._run
-        if run is None:
-            return []
-        return [
-            snapshot
-            for neighbour in sorted(answers, key=lambda one: one.seconds)
-            for snapshot in snapshots_of(neighbour, key, answers[neighbour], run.chunk_bytes, self._pool)
-        ]
+        return answers
 
     async def _ask(self, neighbours: Sequence[Neighbour], key: Key) -> dict[Neighbour, Lent]:
         """What each says that it has. Who does not answer in time is told, and not asked again."""

@@ -31,8 +31,9 @@ from .memory.process import boot_id
 from .parities import Found as Parity
 from .parities import ParityStanding, Place, look_for_parity, pin_parity, prove_parity, worth_telling
 from .peers.address import own_address
+from .peers.described import PARITY_RANK
 from .ranks import Ranks
-from .rebuilding import PARITY_RANK, RebuiltSource
+from .rebuilding import RebuiltSource
 from .store.blocking import run_blocking
 from .store.flush import IMAGE_REGION, LAYOUT_REGION, META_REGION
 from .store.holdings import Copies, Found, Key, look_in_memory, pin_copies
@@ -153,11 +154,10 @@ class Nodes:
         self._standing = Standing()
         self._offers: dict[str, Offer | str] = {}
 
-    def look(self, run_id: str) -> dict[Key, set[int]]:
+    def look(self, run_id: str, places: list[str]) -> dict[Key, set[int]]:
         """By (incarnation, step) the saved ranks whose snapshots all nodes together have, or can rebuild. Every rank
-        gets the same."""
-        self._found = look_in_memory(self._arenas, run_id)
-        self._places = self._ranks.agree("comparing nodes", self._node, timeout_s=self._timeout_s)
+        gets the same. ``places`` are the nodes of all ranks."""
+        self._found, self._places = look_in_memory(self._arenas, run_id), places
         self._parity = look_for_parity(self._arenas, run_id)
         mine = told_of(self._found) if self._is_first else []
         if self._is_first:

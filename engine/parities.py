@@ -18,9 +18,9 @@ from .memory.arena import Arena
 from .memory.errors import ArenaGone, SlotGone
 from .memory.header import Kind
 from .memory.slots import Pinned
-from .peers.described import Described, ImageOf, Seat, decode_described, group_of
+from .peers.described import PARITY_RANK, Described, ImageOf, Seat, decode_described, group_of
 from .plan.parity import ParityGroup
-from .rebuilding import PARITY_RANK, RebuiltSource
+from .rebuilding import RebuiltSource
 from .store.blocking import run_blocking
 from .store.holdings import Key, Slot
 from .store.sources import HELD, ArenaSource, Source

@@ -37,6 +37,14 @@ class Phases:
             raise PhaseFailed(errors)
         return result  # type: ignore[return-value]
 
+    def exchange(self, act: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
+        """As :meth:`each` of an ``act`` that gives a result and what to tell the others of it (plain values): this
+        rank's result, and what every rank told."""
+        result, told, errors = self._ranks.exchange(self._what, act, timeout_s=self.timeout_s)
+        if errors:
+            raise PhaseFailed(errors)
+        return result, told  # type: ignore[return-value]
+
     def share(self, value: Any) -> list[Any]:
         """Every rank's ``value`` (plain values), by rank."""
         return self._ranks.agree(self._what, value, timeout_s=self.timeout_s)

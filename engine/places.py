@@ -44,6 +44,11 @@ class Place:
         """The node's own tier."""
         return next((tier for tier in self.tiers if tier.node), None)
 
+    @property
+    def urls(self) -> list[str]:
+        """Of the root and all tiers."""
+        return [self.url, *[tier.url for tier in self.tiers]]
+
     def agent_dir(self, run_id: str) -> Path:
         """Private directory of the run's agent on this node: lock, socket, journal, log."""
         return self.runtime_base / f"{self.run_key}-{run_id[:12]}"

@@ -42,6 +42,7 @@ class LayoutPlanner:
         self._owners = Owners(world, node_of=node_of, holders=holders)
         self._signature: list[tuple[Any, ...]] = []
         self._current: Plan | None = None
+        self._guessed = False
         self.owners: dict[tuple[str, str], tuple[int, ...]] = {}
         """Of each replicated (part, key) that this rank holds: the rank that stores it, then those that keep second
         copies, ascending."""
@@ -51,9 +52,19 @@ class LayoutPlanner:
         ranks of this job."""
         signature = flat.signature()
         if self._current is None or signature != self._signature:
+            if self._guessed:
+                self._owners.forget()  # what was never saved has no owners that others could know
             self._current = self._build(flat.leaves)
             self._signature = signature
+        self._guessed = False
         return self._current
+
+    def guess(self, flat: FlatState) -> Plan:
+        """As :meth:`plan`, before the first: if that is of another structure, it is planned as if nothing had been."""
+        try:
+            return self.plan(flat)
+        finally:
+            self._guessed = True
 
     def forget(self) -> None:
         """Plan anew at the next save, as if it were the first. After a save that failed: a rank that planned other

@@ -94,19 +94,29 @@ class Ranks:
     ) -> tuple[T | None, dict[int, EverstepError]]:
         """Run ``act`` on every rank: this rank's result, and every failed rank's error, the same on all ranks.
         Where ``act`` raises something that is none of ours, that rank raises it, and the others hear of it."""
+        result, _, errors = self.exchange(what, lambda: (act(), None), timeout_s=timeout_s)
+        return result, errors
+
+    def exchange(
+        self, what: str, act: Callable[[], tuple[T, Any]], *, timeout_s: float
+    ) -> tuple[T | None, list[Any], dict[int, EverstepError]]:
+        """As :meth:`outcomes` of an ``act`` that gives a result and what to tell the others of it (plain values), in
+        one round: this rank's result, what every rank told (None where it failed), and the errors."""
         result: T | None = None
+        told: Any = None
         mine: Exception | None = None
         try:
-            result = act()
+            result, told = act()
         except Exception as caught:
             mine = caught
-        answers = self.agree(what, _wire_of(mine) if mine is not None else None, timeout_s=timeout_s)
+        value = [_wire_of(mine) if mine is not None else None, told]
+        answers = self.agree(what, value, timeout_s=timeout_s)
         if mine is not None and not isinstance(mine, EverstepError):
             raise mine  # the user's own, or a fault of ours: the others heard that this rank failed
-        errors = {rank: from_wire(answer) for rank, answer in enumerate(answers) if answer is not None}
+        errors = {rank: from_wire(error) for rank, (error, _) in enumerate(answers) if error is not None}
         if mine is not None:
             errors[self.rank] = mine
-        return result, errors
+        return result, [said for _, said in answers], errors
 
     def together(self, what: str, act: Callable[[], T], *, timeout_s: float) -> T:
         """Run ``act`` on every rank; all succeed, or all raise: a failed rank its own error, the others a

@@ -143,28 +143,39 @@ class _Load:
             # Each of the many objects that are made lives until the end: collections would find nothing, and look at
             # all that the trainer has.
             with no_collection():
-                checkpoint, plan = self._planned(opened, ahead)
-                filling = checkpoint.filling(phases, lambda: self._asked(plan), self.bring, ahead)
-                fill_now = stack.enter_context(filling)
+                checkpoint, plan, unequal = self._planned(opened, ahead)
+
+                def asked() -> tuple[Wanted, list[int | None], set[Key]]:
+                    self._check(checkpoint, plan, unequal)
+                    return self._asked(plan)
+
+                fill_now = stack.enter_context(checkpoint.filling(phases, asked, self.bring, ahead))
                 if sum(view.nbytes for _, view in plan.wanted()) <= UNCOLLECTED_BYTES:
                     return phases.each(lambda: self._fill(checkpoint, plan, fill_now))
             return phases.each(lambda: self._fill(checkpoint, plan, fill_now))
 
     def _planned(
         self, opened: Callable[[], Sequence[Source]], ahead: Ahead
-    ) -> tuple[Checkpoint, RestorePlan]:
-        """The checkpoint, and what is filled from it: all ranks have compared, and agree that it fits."""
+    ) -> tuple[Checkpoint, RestorePlan, dict[str, list[int]]]:
+        """The checkpoint, what is filled from it, which all ranks have compared, and what is still to be checked:
+        values that the ranks of the save have not in common (:func:`_unequal`)."""
         phases = self.phases
-        checkpoint, plan = phases.each(lambda: self._compare(self._open(opened, ahead)))
-        told = phases.share([bool(plan.extra), sorted(self._special())])
+        (checkpoint, plan), told = phases.exchange(lambda: self._compared(opened, ahead))
         if any(extra for extra, _ in told):
             self._settle(checkpoint, plan)
         unequal: dict[str, list[int]] = {}
         if self.own is None and checkpoint.world > 1:
             special = {part for _, parts in told for part in parts}
             unequal = phases.from_first(lambda: _unequal(checkpoint, special))
-        phases.each(lambda: self._check(checkpoint, plan, unequal))
-        return checkpoint, plan
+        return checkpoint, plan, unequal
+
+    def _compared(
+        self, opened: Callable[[], Sequence[Source]], ahead: Ahead
+    ) -> tuple[tuple[Checkpoint, RestorePlan], Any]:
+        """The checkpoint and this rank's plan; for all ranks: whether it leaves something out, and parts that are of no
+        rank alone."""
+        checkpoint, plan = self._compare(self._open(opened, ahead))
+        return (checkpoint, plan), [bool(plan.extra), sorted(self._special())]
 
     def _open(self, opened: Callable[[], Sequence[Source]], ahead: Ahead) -> Checkpoint:
         """Where it is sure that this rank reads all images of its own, and nobody else does, that begins at once."""

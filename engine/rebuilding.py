@@ -18,14 +18,12 @@ from .errors import CannotTell, Damaged, EverstepError, Pruned
 from .format.layout import Layout
 from .format.vote import ImageRecord
 from .memory.errors import ArenaGone, SlotGone
-from .peers.described import parity_image
+from .peers.described import PARITY_RANK, parity_image
 from .plan import galois
 from .plan.parity import ParityGroup, Part
 from .store.proving import bad_chunks, changed_chunk
 from .store.sources import REBUILT, Source
 
-PARITY_RANK = -1
-"""As whose snapshot a parity slot is read and served; its images are the parity blocks."""
 PIECE_BYTES = 4 << 20
 """Decoded at once, in whole chunks; one chunk where chunks are larger."""
 PIECES_MAX = 8

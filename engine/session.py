@@ -48,7 +48,6 @@ from .state.tree import FlatState
 
 log = logging.getLogger("everstep")
 
-CONNECT_TIMEOUT_S = 60.0
 GOODBYE_TIMEOUT_S = 30.0
 
 KEPT = "What lies in memory stays there: a restart resumes from the newest step that all ranks have."
@@ -86,7 +85,7 @@ class Session:
         self._record = record
         adopted = adopted_of(record)
         tier.open(run_id=run.run_id, incarnation=record.number, adopted=adopted, world=ranks.world)
-        self._client = self._connect(place, policy, run, agent, adopted, standby)
+        self._client = self._connect(place, policy, run, agent, nodes, standby)
         self._unfinished_max = max(1, slots - 2)
         start = adopted[1] if adopted else -1
         self.outcomes = Outcomes(policy, record.number, adopted[1] if adopted else None, place.near)
@@ -397,7 +396,7 @@ class Session:
             self._snapshots.moved_arena = False
             self._client.rearm(self._tier.arena.info.path or self._tier.arena.fileno())
         self._tell_taken()
-        self._tier.drop_outgrown()
+        self._snapshots.drop_outgrown()
 
     def _flush(
         self, step: int, tiers: Collection[str], decision: Decision | None = None, *, full: bool = False
@@ -555,7 +554,7 @@ class Session:
         policy: Policy,
         run: RunRecord,
         agent: Literal["process", "inline"],
-        adopted: Key | None,
+        nodes: Sequence[str],
         standby: Standby | None,
     ) -> AgentClient:
         arena = self._tier.arena
@@ -564,12 +563,13 @@ class Session:
             rank=self._ranks.rank,
             world=self._ranks.world,
             incarnation=self._record.number,
-            adopted=adopted,
+            adopted=adopted_of(self._record),
             process=Process.current(),
             arena=arena.info.path or arena.fileno(),
         )
         settings = agent_settings(place, policy, run.run_id, run.chunk_bytes)
-        return AgentClient.connect(settings, hello, mode=agent, timeout_s=CONNECT_TIMEOUT_S, standby=standby)
+        patient = nodes.index(nodes[self._ranks.rank]) != self._ranks.rank
+        return AgentClient.connect(settings, hello, mode=agent, standby=standby, patient=patient)
 
 
 def agent_settings(place: Place, policy: Policy, run_id: str, chunk_bytes: int) -> AgentSettings:

@@ -95,8 +95,13 @@ def shared_fill(
         yield lambda: run_blocking(fill(sources, reads, targets, ahead=ahead))
         return
     with contextlib.ExitStack() as stack:
-        offer = phases.each(lambda: _offer(phases, sources, reads, report, shared_bytes, stack))
-        offers = [_Offer(*told) for told in phases.share(offer.told)]
+
+        def make() -> tuple[_Mine, Any]:
+            mine = _offer(phases, sources, reads, report, shared_bytes, stack)
+            return mine, mine.told
+
+        offer, every = phases.exchange(make)
+        offers = [_Offer(*told) for told in every]
         group = [rank for rank, told in enumerate(offers) if told.node and told[:2] == offer.told[:2]]
         opened = None
         if len(group) > 1 and phases.rank in group:

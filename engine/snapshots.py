@@ -9,6 +9,7 @@ hook is needed.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 import weakref
@@ -17,7 +18,8 @@ from typing import Any
 
 import torch
 
-from .errors import MemoryTooSmall, StateMismatch, UsageError
+from .errors import EverstepError, MemoryTooSmall, StateMismatch, UsageError
+from .memory.arena import Arena
 from .memory.slots import WriteSlot
 from .memorytier import MemoryTier
 from .planning import LayoutPlanner
@@ -28,6 +30,7 @@ from .snapshot.late import Drain, LateCopy, LateCopyTimeout
 from .snapshot.moving import capturing
 from .snapshot.pinning import in_use, pin
 from .snapshot.views import no_collection
+from .state.recipes import Recipes
 from .state.trainstate import TrainState
 from .state.tree import FlatState
 
@@ -41,6 +44,33 @@ class Taken:
         self.generation = slot.generation
         self.whole = False
         self.moved: list[str] = []
+
+
+class Prepared:
+    """What a snapshot has to know of a state's structure. Most of it is found out when it is first needed, and stays:
+    with :meth:`of` that is done before there is a snapshot to wait for."""
+
+    def __init__(self, ranks: Ranks, nodes: Sequence[str], holders: Sequence[Sequence[int]]) -> None:
+        """``nodes`` (of all ranks) and ``holders``: see :class:`~.plan.owners.Owners`."""
+        self.recipes = Recipes()
+        self.copier = Copier()
+        self.planner = LayoutPlanner(ranks.rank, ranks.world, node_of=nodes, holders=holders)
+
+    @classmethod
+    def of(
+        cls,
+        state: TrainState,
+        arena: Arena,
+        ranks: Ranks,
+        nodes: Sequence[str],
+        holders: Sequence[Sequence[int]],
+    ) -> Prepared:
+        """For a first snapshot into ``arena``, should ``state`` have the structure then that it has now."""
+        found = cls(ranks, nodes, holders)
+        # What cannot be stored, or has no room, is told by the snapshot: it may be another state by then.
+        with contextlib.suppress(EverstepError), no_collection():
+            found.copier.prepare(arena, found.planner.guess(state.flatten(found.recipes)))
+        return found
 
 
 class Snapshots:
@@ -61,8 +91,10 @@ class Snapshots:
         tensors; it stays the caller's. ``nodes`` (of all ranks) and ``holders``: see
         :class:`~.plan.owners.Owners`."""
         self._tier = tier
-        self._copier = Copier()
-        self._planner = LayoutPlanner(ranks.rank, ranks.world, node_of=nodes, holders=holders)
+        ready, tier.prepared = tier.prepared, None
+        if not isinstance(ready, Prepared):
+            ready = Prepared(ranks, nodes, holders)
+        self._copier, self._recipes, self._planner = ready.copier, ready.recipes, ready.planner
         self._settled = settled
         self._device = device if device is not None and not device.given_up else None
         self._hooks = Hooks(self._before_optimizer) if overlap and self._device is None else None
@@ -116,7 +148,7 @@ class Snapshots:
         timeout_s: float,
         waiting: Callable[[], None],
     ) -> None:
-        flat = state.flatten()
+        flat = state.flatten(self._recipes)
         plan = self._planner.plan(flat)
         late_leaves = self._late_leaves(flat, state) if late else frozenset()
         meta_bytes = meta(flat, plan)
@@ -129,6 +161,8 @@ class Snapshots:
         if in_use() and any(piece.is_cuda for leaf in flat.leaves for piece in leaf.pieces):
             pin(self._tier.arena)  # it may have been replaced, or the tensors moved
         taken = Taken(step, slot)
+        if late_leaves or self._device is not None:
+            self._tier.drop_outgrown()  # not beside the copy: its thread would take the interpreter from us
         try:
             copying: LateCopy | Drain | None = self._beside(slot, plan, flat, meta_bytes)
             if copying is None:
@@ -206,6 +240,11 @@ class Snapshots:
         if self.newest is taken:
             self.newest = None
         self._settled()
+
+    def drop_outgrown(self) -> None:
+        """After a snapshot: see :meth:`.MemoryTier.drop_outgrown`. Before a late copy began that was done."""
+        if self._copying is None:
+            self._tier.drop_outgrown()
 
     def discard(self) -> bool:
         """Give up the newest snapshot, so that its step can be taken again; whether it is gone (nobody reads it)."""

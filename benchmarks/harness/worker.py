@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -20,6 +21,8 @@ from . import systems, workloads
 from .api import System
 
 TIMEOUT = timedelta(minutes=10)
+HOST = "127.0.0.1"
+POLL_S = 0.01
 FLOOR = "floor"
 """In place of a system's ``module:Class``: what the machine can do."""
 
@@ -27,7 +30,8 @@ FLOOR = "floor"
 @dataclass(frozen=True)
 class Task:
     """``system``: its ``module:Class``. ``nbytes``: of the state, all ranks together. ``turn``: the round, from 0.
-    ``loads_only``: others have saved, in the same directory."""
+    ``store``: where rank 0 says how the job's store is reached. ``loads_only``: others have saved, in the same
+    directory."""
 
     system: str
     workload: str
@@ -53,7 +57,7 @@ def run(task: Task) -> dict[str, Any]:
     if task.world > 1:
         torch.set_num_threads(1)
         torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{task.store}", rank=task.rank, world_size=task.world, timeout=TIMEOUT
+            "gloo", store=_store(task), rank=task.rank, world_size=task.world, timeout=TIMEOUT
         )
     if task.system == FLOOR:
         from .floor import measure_floors, send_over_gloo
@@ -63,6 +67,25 @@ def run(task: Task) -> dict[str, Any]:
         state = workload.build(task.nbytes, task.rank, task.world)
         return {"floors": measure_floors(state, workload.floors, Path(task.directory), task.repeats)}
     return _of_system(task, workload, systems.load(task.system))
+
+
+def _store(task: Task) -> Any:
+    """The job's store, over TCP as launchers have it (one in a file looks for news every 10 ms). Rank 0 hosts it."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    place = Path(task.store)
+    if task.rank == 0:
+        store = TCPStore(HOST, 0, task.world, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
+        unfinished = place.with_suffix(".new")
+        unfinished.write_text(str(store.port))
+        unfinished.rename(place)
+        return store
+    until = time.monotonic() + TIMEOUT.total_seconds()
+    while not place.exists():
+        if time.monotonic() > until:
+            raise TimeoutError(f"rank 0 has no store at {place}")
+        time.sleep(POLL_S)
+    return TCPStore(HOST, int(place.read_text()), task.world, is_master=False, timeout=TIMEOUT)
 
 
 def _of_system(task: Task, workload: workloads.Workload, system: System) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 from everstep.errors import AgentError, EverstepError, SaveFailed, from_wire
@@ -19,7 +19,6 @@ from everstep.errors import AgentError, EverstepError, SaveFailed, from_wire
 from . import places
 from .asking import ask
 from .frames import FrameSocket
-from .inline import InlineAgent
 from .link import Link, State
 from .protocol import (
     ArenasAnswer,
@@ -40,6 +39,10 @@ from .protocol import (
 from .spawn import Standby
 from .values import NO_STEP, VERDICTS, AgentSettings, Hello, Progress
 
+if TYPE_CHECKING:
+    from .inline import InlineAgent
+
+CONNECT_TIMEOUT_S = 60.0
 STATUS_S = 5.0
 NEWS_MAX = 100_000
 """Progress that nobody has polled; the oldest is dropped then (verdicts of one's own steps are kept
@@ -89,6 +92,7 @@ class AgentClient:
         hello: Hello,
         inline: InlineAgent | None,
         standby: Standby | None = None,
+        patient: bool = False,
     ) -> None:
         self._pid = os.getpid()
         self._settings = settings
@@ -111,7 +115,13 @@ class AgentClient:
         self._numbers = itertools.count(1)
         frames = None if inline is None else FrameSocket(inline.socket)
         self._link = Link(
-            settings, hello, up=self._registered, lost=self._agent_lost, inline=frames, standby=standby
+            settings,
+            hello,
+            up=self._registered,
+            lost=self._agent_lost,
+            inline=frames,
+            standby=standby,
+            patient=patient,
         )
         _hook_fork()
         _clients.add(self)
@@ -123,14 +133,21 @@ class AgentClient:
         hello: Hello,
         *,
         mode: Literal["process", "inline"] = "process",
-        timeout_s: float = 30.0,
+        timeout_s: float = CONNECT_TIMEOUT_S,
         standby: Standby | None = None,
+        patient: bool = False,
     ) -> AgentClient:
-        """Register with the agent, which is started if none answers (``standby`` becomes it). Raises
+        """Register with the agent, which is started if none answers (``standby`` becomes it; ``patient``: another
+        process of this node has a while to do it). Raises
         AgentError (no agent, another release's, another run's), RunInUse (a living process is this rank already)."""
         if mode == "process":
             places.prepare(settings.runtime_dir)
-        client = cls(settings, hello, InlineAgent(settings) if mode == "inline" else None, standby)
+        inline: InlineAgent | None = None
+        if mode == "inline":
+            from .inline import InlineAgent  # a whole agent, which a trainer needs not load otherwise
+
+            inline = InlineAgent(settings)
+        client = cls(settings, hello, inline, standby, patient)
         try:
             client._await_up(timeout_s)
         except BaseException:

@@ -44,6 +44,9 @@ TAKEN_MAX = 20
 STARTS_MAX = 5
 STARTS_WINDOW_S = 600.0
 """At most so many restarts in so long a time."""
+PATIENCE_S = 5.0
+"""How long the first process of the node has to start the agent, before another one does."""
+PATIENT_LOOK_S = 0.005
 PAUSE_FIRST_S = 0.05
 PAUSE_MAX_S = 2.0
 
@@ -89,7 +92,10 @@ class Link:
         lost: Callable[[str], None],
         inline: FrameSocket | None = None,
         standby: spawn.Standby | None = None,
+        patient: bool = False,
     ) -> None:
+        """``patient``: another process of this node is about to start the agent. It has ``PATIENCE_S`` for that: each
+        start takes a core for half a second, and but one becomes the agent."""
         self.state = State.SEEKING
         self.error: EverstepError | None = None
         self.agent: Process | None = None
@@ -111,6 +117,7 @@ class Link:
         self._not_before = 0.0
         self._pause = PAUSE_FIRST_S
         self._since = time.monotonic()
+        self._patient_until = self._since + PATIENCE_S if patient else 0.0
         self._heard = self._since
         self._asked: float | None = None
         """When the first question was asked that is still unanswered."""
@@ -170,7 +177,8 @@ class Link:
         waits_for = self._start if self.state is State.STARTING else self._frames
         timeout_s = max(0.0, min(timeout_s, PING_S))
         if waits_for is None:
-            time.sleep(min(timeout_s, max(PAUSE_FIRST_S, self._not_before - time.monotonic())))
+            least = PATIENT_LOOK_S if self._since < self._patient_until else PAUSE_FIRST_S
+            time.sleep(min(timeout_s, max(least, self._not_before - time.monotonic())))
             return
         poll = select.poll()
         sending = isinstance(waits_for, FrameSocket) and waits_for.waiting
@@ -201,6 +209,8 @@ class Link:
             self._knock(FrameSocket(sock))
         elif self._hello is None:
             self._go_down(AgentError("no agent answers", found=str(self._settings.runtime_dir)))
+        elif time.monotonic() < self._patient_until:
+            self._not_before = time.monotonic() + PATIENT_LOOK_S
         elif not self._may_start():
             text = f"{STARTS_MAX} times in {STARTS_WINDOW_S / 60:g} minutes"
             self._go_down(

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,10 +59,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ready", default="", help="fd:N, told how the start went")
     parser.add_argument("--foreground", action="store_true", help="stay a child of whoever starts it")
     parser.add_argument("--standby", action="store_true", help="wait for a line of settings, or for the end")
+    parser.add_argument(
+        "--load", action="append", default=[], help="a protocol whose modules are loaded meanwhile"
+    )
     options = parser.parse_args(argv)
     ready = int(options.ready[3:]) if options.ready.startswith("fd:") else -1
     if options.standby:
-        return _stand_by(int(options.settings[3:]), ready)
+        return _stand_by(int(options.settings[3:]), ready, options.load)
     from .values import AgentSettings
 
     if options.settings.startswith("fd:"):
@@ -74,11 +77,14 @@ def main(argv: list[str] | None = None) -> int:
     return run(AgentSettings.from_json(text.decode()), ready=ready)
 
 
-def _stand_by(settings: int, ready: int) -> int:
-    """Load everything, say our process id, and be the agent of the settings that come; if the trainer ends first, so do
-    we. A line, not the end of the pipe, tells that all has come: what the trainer forked may hold the pipe, too."""
+def _stand_by(settings: int, ready: int, kinds: Sequence[str] = ()) -> int:
+    """Load everything, with what backends of ``kinds`` need, say our process id, and be the agent of the settings that
+    come; if the trainer ends first, so do we. A line, not the end of the pipe, tells that all has come: what the
+    trainer forked may hold the pipe, too."""
     _step_back()
     import json
+
+    from everstep.backends.open import load_kind
 
     from . import places, root, server, service
     from .journal import LmdbJournal
@@ -86,6 +92,9 @@ def _stand_by(settings: int, ready: int) -> int:
     from .values import AgentSettings
 
     del root, server, service, LmdbJournal
+    for kind in kinds:
+        with contextlib.suppress(Exception):  # whoever opens it is told
+            load_kind(kind)
     with contextlib.suppress(OSError):
         os.write(ready, b"%s %d\n" % (STANDING_BY, os.getpid()))
     with open(settings, "rb") as file:

@@ -325,15 +325,24 @@ class Merges:
         """For all nodes, unless it is a full already."""
         place = entry.step, entry.incarnation, entry.attempt
         reason = f"{GIVEN_UP}{error}"
-        decision: Manifest | Abort = Abort(*place, reason)
-        try:
-            if not isinstance(error, Pruned):
-                decision = await abort_attempt(self._backend, *place, reason=reason)
-        except (BackendError, EverstepError) as second:
-            log.warning("step %d: the abort record could not be written: %s", entry.step, second)
-        if isinstance(decision, Abort) and isinstance(error, StorageFull):
+        decided = None if isinstance(error, Pruned) else await self._abort(entry, reason)
+        # Without the record another node might commit the attempt yet.
+        if isinstance(decided, Abort) and isinstance(error, StorageFull):
             await self._sweep(names.attempt_dir(*place))
-        await self._end(entry, began, decision, error)
+        await self._end(entry, began, decided or Abort(*place, reason), error)
+
+    async def _abort(self, entry: MergeEntry, reason: str) -> Manifest | Abort | None:
+        """The decision on the attempt; None where none could be written. On a full disk there is room for one as soon
+        as a flush has failed."""
+        for left in range(TRIES_MAX - 1, -1, -1):
+            try:
+                place = entry.step, entry.incarnation, entry.attempt
+                return await abort_attempt(self._backend, *place, reason=reason)
+            except (BackendError, EverstepError) as error:
+                log.warning("step %d: the abort record could not be written: %s", entry.step, error)
+            if left:
+                await asyncio.sleep(PAUSE_S * random.uniform(0.5, 1.0))
+        return None
 
     async def _sweep(self, directory: str) -> None:
         try:

@@ -357,8 +357,8 @@ class Pipeline:
         if job.pinned is not None:
             job.pinned.release()
             job.pinned = None
+        flush.changed.set()  # the journal, which is written meanwhile, keeps its order
         await self._owner.remember(job.entry)
-        flush.changed.set()
         self._say(flush, "voted", rank=job.entry.rank, nbytes=nbytes)
 
     async def _is_open(self, flush: Flush) -> bool:

@@ -17,8 +17,10 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Iterable
 from io import FileIO
 
+from everstep.backends.open import kind_of
 from everstep.errors import AgentError
 
 from .places import LOG, prepare
@@ -31,7 +33,7 @@ LOG_BYTES_MAX = 4 << 20
 LOG_TAIL_BYTES = 2000
 SAID_BYTES_MAX = 100
 """Of what one that stands by says."""
-LOADING_VARIABLES = ("PYTHON", "LD_", "EVERSTEP_", "FSSPEC_")
+LOADING_VARIABLES = ("PYTHON", "LD_", "EVERSTEP_", "FSSPEC_", "SSL_", "AIOHTTP_")
 """Begins of the names of what is read when an agent's modules are loaded; all else may change till it is one."""
 STANDING_BY = b"standing by"
 """What a process says, with its process id, when it only waits for its settings."""
@@ -125,14 +127,18 @@ class Standby:
         _standing_by.add(self)
 
     @classmethod
-    def begin(cls) -> Standby | None:
-        """One more, not waited for. None where it cannot be started: whoever starts an agent then is told why."""
-        if not sys.executable:
+    def begin(cls, urls: Iterable[str] = ()) -> Standby | None:
+        """One more, not waited for; it loads what backends of ``urls`` need, too. None where it cannot be started:
+        whoever starts an agent then is told why. None, too, in a process that a launcher calls another than the first
+        of its node: that one has it (see :class:`~.link.Link` on patience), and each takes a core for a while."""
+        if not sys.executable or os.environ.get("LOCAL_RANK", "0") != "0":
             return None
+        kinds = sorted({kind for url in urls if (kind := kind_of(url))})
+        more = ["--standby", *[f"--load={kind}" for kind in kinds]]
         with contextlib.ExitStack() as stack:
             try:
                 settings, ready = _pipe(stack), _pipe(stack)
-                process = _popen(settings[0].fileno(), ready[1].fileno(), subprocess.DEVNULL, "--standby")
+                process = _popen(settings[0].fileno(), ready[1].fileno(), subprocess.DEVNULL, *more)
             except OSError:
                 return None
             stack.pop_all()

@@ -34,8 +34,8 @@ STEPS_MAX = 20
 EPILOG = """\
 Exit codes, added up where several apply:
   0   clean
-  1   something was repaired, set aside, or a pin of what is gone was removed
-  4   damage left
+  1   something was repaired, or a pin of what is gone was removed
+  4   damage left, or set aside by this or an earlier repair
   8   cannot tell: the storage did not answer, or a newer format
   16  usage; also where RUN is no run, or has no such step
 
@@ -106,8 +106,8 @@ def fsck(
         number = random.SystemRandom().randrange(1 << 31) if seed is None else seed
         extent = Extent(quick, 1.0 if sample is None else sample, number, rate, seconds)
         found = _check([run, *tiers], step, extent, mend, memory)
-        severities = [finding.severity for one in found for finding in one.mended.after]
-        code = exit_code(severities, repaired=any(one.mended.done for one in found))
+        findings = [finding for one in found for finding in one.mended.after]
+        code = exit_code(findings, repaired=any(one.mended.done for one in found))
         _answer(answer, found, extent, code)
         sys.exit(code)
 

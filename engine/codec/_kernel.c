@@ -308,35 +308,58 @@ INLINE void put_bits(BitsOut *out, uint64_t bits, unsigned length) {
     out->have &= 7;
 }
 
-/* Two neighbours of at most 29 bits are put together first. */
-INLINE void put_pairs(BitsOut *out, uint32_t *rest, uint32_t *lengths, Py_ssize_t n) {
-    uint64_t bits[TILE / 2], sums[TILE / 2];
-    const Py_ssize_t pairs = (n + 1) / 2;
-    rest[n] = 0;
-    lengths[n] = 0;
+#define PUT_BITS 56 /* what can be put at once: with up to seven bits before it, it has to be less than a word */
+
+/* Neighbours are put together; there are `pairs` of them. */
+INLINE void merge(const uint64_t *bits, const uint64_t *lengths, Py_ssize_t pairs, uint64_t *restrict both,
+                  uint64_t *restrict sums) {
     for (Py_ssize_t i = 0; i < pairs; i++) {
+        both[i] = bits[2 * i] | bits[2 * i + 1] << lengths[2 * i];
+        sums[i] = lengths[2 * i] + lengths[2 * i + 1];
+    }
+}
+
+/* The longest pair of neighbours. */
+INLINE uint64_t longest(const uint64_t *lengths, Py_ssize_t pairs) {
+    uint64_t most = 0;
+    for (Py_ssize_t i = 0; i < pairs; i++) {
+        uint64_t sum = lengths[2 * i] + lengths[2 * i + 1];
+        most = most > sum ? most : sum;
+    }
+    return most;
+}
+
+/* As `put_bits` of each of `n` numbers of 29 bits at most, of which there are at most TILE, with room for seven more:
+ * two, four or eight neighbours, as they fit, are put together first. */
+INLINE void put_groups(BitsOut *to, uint32_t *rest, uint32_t *lengths, Py_ssize_t n) {
+    uint64_t room[2][2][TILE / 2];
+    uint64_t *bits = room[0][0], *sums = room[0][1], most = 0;
+    Py_ssize_t count = (n + 7) / 8 * 4;
+    memset(rest + n, 0, 7 * sizeof *rest);
+    memset(lengths + n, 0, 7 * sizeof *lengths);
+    for (Py_ssize_t i = 0; i < count; i++) {
         uint64_t both, length;
         memcpy(&both, rest + 2 * i, 8);
         memcpy(&length, lengths + 2 * i, 8);
         bits[i] = (both & UINT32_MAX) | both >> 32 << (length & 63);
         sums[i] = (length & 63) + (length >> 32);
+        most = most > sums[i] ? most : sums[i];
     }
-    uint64_t word = out->word;
-    unsigned have = out->have;
-    uint8_t *to = out->to;
-    for (Py_ssize_t i = 0; i < pairs; i++) {
-        uint64_t over = bits[i] >> 1 >> (63 - have);
-        word |= bits[i] << have;
-        memcpy(to, &word, 8);
-        have += (unsigned)sums[i];
-        to += have >> 6 << 3;
-        word = have >> 6 ? over : word;
-        have &= 63;
+    if (most > PUT_BITS) {
+        for (Py_ssize_t i = 0; i < n; i++)
+            put_bits(to, rest[i], lengths[i]);
+        return;
     }
-    memcpy(to, &word, 8);
-    out->to = to + (have >> 3);
-    out->word = word >> (have & 56);
-    out->have = have & 7;
+    for (int step = 1; step <= 2 && longest(sums, count / 2) <= PUT_BITS; step++) {
+        count /= 2;
+        merge(bits, sums, count, room[step & 1][0], room[step & 1][1]);
+        bits = room[step & 1][0];
+        sums = room[step & 1][1];
+    }
+    BitsOut out = *to; /* where nothing else can point to */
+    for (Py_ssize_t i = 0; i < count; i++)
+        put_bits(&out, bits[i], (unsigned)sums[i]);
+    *to = out;
 }
 
 /* Classes, contexts and bits of `new` beside `base`: counts[context][class] go up, `marks` gets context << 8 | class. The
@@ -344,7 +367,7 @@ INLINE void put_pairs(BitsOut *out, uint32_t *rest, uint32_t *lengths, Py_ssize_
 INLINE uint64_t classify_some(const uint8_t *new, const uint8_t *base, const Setting *set, Py_ssize_t n,
                               uint32_t *counts, uint16_t *marks, uint8_t *bits) {
     union {
-        uint32_t narrow[TILE + 1];
+        uint32_t narrow[TILE + 7];
         uint64_t wide[TILE];
     } rest, lengths;
     uint32_t room[CONTEXTS_MAX * CLASSES], *again = counts;
@@ -355,7 +378,7 @@ INLINE uint64_t classify_some(const uint8_t *new, const uint8_t *base, const Set
         memset(room, 0, sizeof room);
     }
     for (Py_ssize_t at = 0; at < n; at += TILE) {
-        Py_ssize_t some = n - at < TILE ? n - at : TILE, i = 0;
+        Py_ssize_t some = n - at < TILE ? n - at : TILE, i;
         const uint8_t *mine = new + at * item, *other = base + at * item;
         if (item == 8)
             classify64(mine, other, set, set->transform, some, marks + at, lengths.wide, rest.wide);
@@ -369,11 +392,15 @@ INLINE uint64_t classify_some(const uint8_t *new, const uint8_t *base, const Set
             classify16(mine, other, set, INT_CLASSES, some, marks + at, lengths.narrow, rest.narrow);
         else
             classify8(mine, other, set, set->transform, some, marks + at, lengths.narrow, rest.narrow);
-        for (i = 0; i + 2 <= some; i += 2) {
-            counts[marks[at + i]]++;
-            again[marks[at + i + 1]]++;
+        for (i = 0; i + 16 <= some; i += 16) {
+            __builtin_prefetch(mine + (TILE + i) * item); /* the next tile comes meanwhile */
+            __builtin_prefetch(other + (TILE + i) * item);
+            for (int j = 0; j < 16; j += 2) {
+                counts[marks[at + i + j]]++;
+                again[marks[at + i + j + 1]]++;
+            }
         }
-        if (i < some)
+        for (; i < some; i++)
             counts[marks[at + i]]++;
         for (i = 0; item == 8 && i < some; i++) {
             unsigned length = (unsigned)lengths.wide[i], low = length < 32 ? length : 32;
@@ -381,97 +408,93 @@ INLINE uint64_t classify_some(const uint8_t *new, const uint8_t *base, const Set
             put_bits(&out, rest.wide[i] >> 16 >> 16, length - low);
         }
         if (item < 8)
-            put_pairs(&out, rest.narrow, lengths.narrow, some);
+            put_groups(&out, rest.narrow, lengths.narrow, some);
     }
     for (int i = 0; again != counts && i < set->contexts * CLASSES; i++)
         counts[i] += again[i];
     return (uint64_t)(out.to - bits) * 8 + out.have;
 }
 
-static uint64_t classify_any(const uint8_t *new, const uint8_t *base, const Setting *set, Py_ssize_t n, uint32_t *counts,
-                             uint16_t *marks, uint8_t *bits) {
-    return classify_some(new, base, set, n, counts, marks, bits);
-}
-
-#ifdef FAST
-FAST static uint64_t classify_fast(const uint8_t *new, const uint8_t *base, const Setting *set, Py_ssize_t n,
-                                   uint32_t *counts, uint16_t *marks, uint8_t *bits) {
-    return classify_some(new, base, set, n, counts, marks, bits);
-}
-#else
-#define is_fast 0
-#define classify_fast classify_any
-#endif
-
-#ifdef WIDEST
-WIDEST static uint64_t classify_widest(const uint8_t *new, const uint8_t *base, const Setting *set, Py_ssize_t n,
-                                       uint32_t *counts, uint16_t *marks, uint8_t *bits) {
-    return classify_some(new, base, set, n, counts, marks, bits);
-}
-#else
-#define is_widest 0
-#define classify_widest classify_fast
-#endif
-
-/* Of each context: counts as weights of one byte (0: never), which are classes of sixteen bits. */
-static void weights_all(const uint32_t *counts, int contexts, uint8_t *weights) {
-    for (int context = 0; context < contexts; context++, counts += CLASSES, weights += CLASSES) {
-        uint64_t sum = 0;
+/* The highest class that occurs in any context. */
+INLINE int highest_class(const uint32_t *counts, int contexts) {
+    uint32_t any[CLASSES] = {0};
+    int most = CLASSES - 1;
+    for (int context = 0; context < contexts; context++)
         for (int i = 0; i < CLASSES; i++)
+            any[i] |= counts[context * CLASSES + i];
+    while (most > 0 && any[most] == 0)
+        most--;
+    return most;
+}
+
+/* Of each context, counts of the first `width` classes as weights of one byte (0: never), which are classes of sixteen
+ * bits. The quotient of numbers of 48 and 32 bits has the right whole part as a float, too. */
+INLINE void weights_some(const uint32_t *counts, int contexts, int width, uint8_t *restrict weights) {
+    for (int context = 0; context < contexts; context++, counts += CLASSES, weights += width) {
+        int64_t sum = 0;
+        for (int i = 0; i < width; i++)
             sum += counts[i];
-        for (int i = 0; i < CLASSES; i++) {
-            uint32_t share = counts[i] ? (uint32_t)(((uint64_t)counts[i] << 16) / sum) : 0;
-            share += counts[i] && !share;
-            int high = share ? 31 - __builtin_clz(share) : 0, length = high > 2 ? high - 2 : 0;
-            weights[i] = (uint8_t)((length << 2) + (int)(share >> length));
+        const double all = (double)(sum ? sum : 1);
+        for (int i = 0; i < width; i++) {
+            int share = (int)((double)((int64_t)counts[i] << 16) / all);
+            share += (counts[i] != 0) & (share == 0);
+            int high = highest32((uint32_t)share), length = (high > 2 ? high : 2) - 2;
+            weights[i] = (uint8_t)((length << 2) + (share >> length));
         }
     }
 }
 
-/* Of each context: frequencies that sum up to SCALE, or none at all. */
-static void frequencies_all(const uint8_t *weights, int contexts, uint16_t *frequencies) {
-    for (int context = 0; context < contexts; context++, weights += CLASSES, frequencies += CLASSES) {
-        uint64_t shares[CLASSES], sum = 0;
-        uint32_t used = 0, given = 0;
-        int most = 0;
-        for (int i = 0; i < CLASSES; i++) {
+/* Of each context: frequencies that sum up to SCALE, or none at all. Quotients as above. */
+INLINE void frequencies_some(const uint8_t *weights, int contexts, int width, uint16_t *frequencies) {
+    for (int context = 0; context < contexts; context++, weights += width, frequencies += CLASSES) {
+        uint32_t shares[CLASSES];
+        int sum = 0, used = 0, given = 0, most = 0, end = width;
+        while (end > 0 && weights[end - 1] == 0)
+            end--;
+        for (int i = 0; i < end; i++) {
             int over = (weights[i] & 63) >> 2, length = over > 1 ? over - 1 : 0;
-            shares[i] = ((uint64_t)((weights[i] & 63) - (length << 2)) << length) + ((1u << length) >> 1);
-            sum += shares[i];
+            shares[i] = ((uint32_t)((weights[i] & 63) - (length << 2)) << length) + ((1u << length) >> 1);
+            sum += (int)shares[i];
             used += shares[i] != 0;
         }
-        for (int i = 0; i < CLASSES; i++) {
-            uint32_t part = shares[i] ? (uint32_t)(shares[i] * (SCALE - used) / sum) : 0;
-            frequencies[i] = (uint16_t)(shares[i] && !part ? 1 : part);
+        memset(frequencies, 0, CLASSES * sizeof *frequencies);
+        for (int i = 0; i < end; i++) {
+            if (shares[i] == 0)
+                continue;
+            int part = (int)((double)((int64_t)shares[i] * ((int)SCALE - used)) / (double)sum);
+            frequencies[i] = (uint16_t)(part ? part : 1);
             given += frequencies[i];
-            if (frequencies[i] > frequencies[most])
-                most = i;
+            most = frequencies[i] > frequencies[most] ? i : most;
         }
         if (used)
-            frequencies[most] = (uint16_t)(frequencies[most] + (SCALE - given));
+            frequencies[most] = (uint16_t)(frequencies[most] + ((int)SCALE - given));
     }
 }
 
-/* By mark: frequency, never zero, and, above its 16 bits, the first slot. */
-static void steps_all(const uint16_t *frequencies, int contexts, uint32_t *steps) {
+/* By mark of a class that occurs: frequency, and, above its 16 bits, the first slot. */
+INLINE void steps_of_all(const uint16_t *frequencies, int contexts, uint32_t *steps) {
     for (int context = 0; context < contexts; context++) {
         uint32_t start = 0;
         for (int i = 0; i < CLASSES; i++, start += *frequencies++)
-            *steps++ = (*frequencies ? *frequencies : 1) | start << 16;
+            *steps++ = *frequencies | start << 16;
     }
 }
 
 #ifdef FAST
 static uint64_t PLACES[256]; /* by the set of lanes that need a word: which of the next ones each gets */
 static uint64_t LEAVERS[256]; /* by the set of lanes that leave a word: these in order, as the last of eight */
+static uint8_t WORDS[256][16]; /* as above, byte by byte of their words */
 
 static void fill_tables(void) {
     for (int set = 0; set < 256; set++) {
         int left = 8 - __builtin_popcount(set);
         for (int lane = 0; lane < 8; lane++) {
             PLACES[set] |= (uint64_t)__builtin_popcount(set & ((1 << lane) - 1)) << 8 * lane;
-            if (set >> lane & 1)
+            if (set >> lane & 1) {
+                WORDS[set][2 * left] = (uint8_t)(2 * lane);
+                WORDS[set][2 * left + 1] = (uint8_t)(2 * lane + 1);
                 LEAVERS[set] |= (uint64_t)lane << 8 * left++;
+            }
         }
     }
 }
@@ -534,18 +557,130 @@ INLINE Py_ssize_t encode_some(const uint16_t *marks, Py_ssize_t n, int lanes, co
     return room + n - to;
 }
 
-static Py_ssize_t encode_any(const uint16_t *marks, Py_ssize_t n, int lanes, const uint32_t *steps, uint16_t *room,
-                             uint32_t *states) {
-    return encode_some(marks, n, lanes, steps, room, states, 0);
+#ifdef WIDEST
+/* By mark of a class that occurs, for the rows below: the frequency's inverse (32 bits), SCALE less it (12), the first
+ * slot (12), and how far products with the inverse are shifted (6). With as many bits as are left of it, a state, less
+ * than 2^19 frequencies, has a quotient that is too large by less than one part in the frequency: rounded down, it is
+ * right. */
+WIDEST static void inverses_all(const uint32_t *steps, int contexts, uint64_t *inverses) {
+    for (int mark = 0; mark < contexts * CLASSES; mark++) {
+        uint32_t frequency = steps[mark] & 0xffff;
+        if (frequency == 0)
+            continue;
+        unsigned shift = 19 + 2 * (frequency > 1 ? 32 - (unsigned)__builtin_clz(frequency - 1) : 0);
+        inverses[mark] = (((uint64_t)1 << shift) / frequency + 1) | (uint64_t)(SCALE - frequency) << 32 |
+                         (uint64_t)(steps[mark] >> 16) << 44 | (uint64_t)shift << 58;
+    }
 }
 
-#ifdef FAST
-FAST static Py_ssize_t encode_fast(const uint16_t *marks, Py_ssize_t n, int lanes, const uint32_t *steps,
-                                   uint16_t *room, uint32_t *states) {
-    return encode_some(marks, n, lanes, steps, room, states, 1);
+/* As above, with states of 64 bits. */
+WIDEST static uint16_t *encode_row_widest(const uint16_t *marks, int lanes, const uint64_t *inverses, uint16_t *to,
+                                          uint64_t *states) {
+    const __m512i slots = _mm512_set1_epi64(SCALE - 1), scale = _mm512_set1_epi64(SCALE);
+    for (int lane = lanes - 8; lane >= 0; lane -= 8) {
+        const uint16_t *of = marks + lane;
+#define PAIR(i)                                                                                                        \
+    _mm_castpd_si128(_mm_loadh_pd(_mm_load_sd((const double *)(inverses + of[i])),                                     \
+                                  (const double *)(inverses + of[i + 1])))
+        __m256i first = _mm256_inserti128_si256(_mm256_castsi128_si256(PAIR(0)), PAIR(2), 1);
+        __m256i last = _mm256_inserti128_si256(_mm256_castsi128_si256(PAIR(4)), PAIR(6), 1);
+#undef PAIR
+        __m512i step = _mm512_inserti64x4(_mm512_castsi256_si512(first), last, 1);
+        __m512i rest = _mm512_and_si512(_mm512_srli_epi64(step, 32), slots);
+        __m512i state = _mm512_loadu_si512(states + lane);
+        __mmask8 set = _mm512_cmpge_epu64_mask(_mm512_add_epi64(_mm512_srli_epi64(state, 19), rest), scale);
+        __m128i words = _mm512_cvtepi64_epi16(state);
+        words = _mm_shuffle_epi8(words, _mm_loadu_si128((const __m128i *)WORDS[set]));
+        _mm_storeu_si128((__m128i *)(to - 8), words);
+        to -= __builtin_popcount(set);
+        state = _mm512_mask_srli_epi64(state, set, state, 16);
+        __m512i times = _mm512_srlv_epi64(_mm512_mul_epu32(state, step), _mm512_srli_epi64(step, 58));
+        __m512i slot = _mm512_and_si512(_mm512_srli_epi64(step, 44), slots);
+        state = _mm512_add_epi64(_mm512_add_epi64(state, slot), _mm512_mul_epu32(times, rest));
+        _mm512_storeu_si512(states + lane, state);
+    }
+    return to;
 }
+
+/* As `encode_some`. */
+WIDEST static Py_ssize_t encode_widest(const uint16_t *marks, Py_ssize_t n, int lanes, const uint32_t *steps,
+                                       int contexts, uint16_t *room, uint32_t *states) {
+    uint64_t inverses[CONTEXTS_MAX * CLASSES], wide[LANES_MAX];
+    Py_ssize_t whole = n / lanes * lanes;
+    Py_ssize_t over = encode_some(marks + whole, n - whole, lanes, steps, room + whole, states, 0);
+    uint16_t *to = room + n - over;
+    inverses_all(steps, contexts, inverses);
+    for (int lane = 0; lane < lanes; lane++)
+        wide[lane] = states[lane];
+    for (Py_ssize_t row = whole - lanes; row >= 0; row -= lanes)
+        to = encode_row_widest(marks + row, lanes, inverses, to, wide);
+    for (int lane = 0; lane < lanes; lane++)
+        states[lane] = (uint32_t)wide[lane];
+    return room + n - to;
+}
+#endif
+
+/* What becomes of a block: how many bits, the highest class, how many words. */
+typedef struct {
+    uint64_t bits;
+    int most;
+    Py_ssize_t words;
+} Found;
+
+/* All of a block as classes. `weights` gets those of the classes up to the highest one, by context. The words are at the
+ * end of `room`, which is as `marks`. */
+INLINE Found code_some(const uint8_t *new, const uint8_t *base, const Setting *set, Py_ssize_t n, int lanes,
+                       uint8_t *weights, uint16_t *marks, uint8_t *bits, uint16_t *room, uint32_t *states, int speed) {
+    uint32_t counts[CONTEXTS_MAX * CLASSES], steps[CONTEXTS_MAX * CLASSES];
+    uint16_t frequencies[CONTEXTS_MAX * CLASSES];
+    memset(counts, 0, (size_t)set->contexts * CLASSES * sizeof *counts);
+    Found found = {classify_some(new, base, set, n, counts, marks, bits), 0, 0};
+    found.most = highest_class(counts, set->contexts);
+    weights_some(counts, set->contexts, found.most + 1, weights);
+    frequencies_some(weights, set->contexts, found.most + 1, frequencies);
+    steps_of_all(frequencies, set->contexts, steps);
+#ifdef WIDEST
+    if (speed == 2) {
+        found.words = encode_widest(marks, n, lanes, steps, set->contexts, room, states);
+        return found;
+    }
+#endif
+    found.words = encode_some(marks, n, lanes, steps, room, states, speed);
+    return found;
+}
+
+/* A sample, looked at as a block of classes: how many bits are below them; counts[context][class]. */
+INLINE uint64_t count_some(const uint8_t *new, const uint8_t *base, const Setting *set, Py_ssize_t n,
+                           uint32_t *counts) {
+    uint16_t marks[TILE];
+    uint8_t bits[TILE * ITEM_MAX + 16];
+    return classify_some(new, base, set, n, counts, marks, bits);
+}
+
+#define DEFINE_SPEED(NAME, SPEED, TARGET)                                                                              \
+    TARGET static Found code_##NAME(const uint8_t *new, const uint8_t *base, const Setting *set, Py_ssize_t n,         \
+                                    int lanes, uint8_t *weights, uint16_t *marks, uint8_t *bits, uint16_t *room,       \
+                                    uint32_t *states) {                                                                \
+        return code_some(new, base, set, n, lanes, weights, marks, bits, room, states, SPEED);                         \
+    }                                                                                                                  \
+    TARGET static uint64_t count_##NAME(const uint8_t *new, const uint8_t *base, const Setting *set, Py_ssize_t n,     \
+                                        uint32_t *counts) {                                                            \
+        return count_some(new, base, set, n, counts);                                                                  \
+    }
+DEFINE_SPEED(any, 0, )
+#ifdef FAST
+DEFINE_SPEED(fast, 1, FAST)
 #else
-#define encode_fast encode_any
+#define is_fast 0
+#define code_fast code_any
+#define count_fast count_any
+#endif
+#ifdef WIDEST
+DEFINE_SPEED(widest, 2, WIDEST)
+#else
+#define is_widest 0
+#define code_widest code_fast
+#define count_widest count_fast
 #endif
 
 /* By context and slot: class, frequency less one (12 bits), slot less the class's first one (12 bits). */
@@ -998,35 +1133,39 @@ static PyObject *pick(PyObject *self, PyObject *args) { return between(args, 0);
 
 static PyObject *place(PyObject *self, PyObject *args) { return between(args, 1); }
 
+/* Of the bytes of each row: the sum of the weights of their counts, how many values there are, how many zeros. */
+static PyObject *weighed(const uint8_t *planes, int rows, Py_ssize_t n, const uint8_t *weights) {
+    PyObject *found = PyList_New(rows);
+    for (int row = 0; found != NULL && row < rows; row++) {
+        const uint8_t *from = planes + row * n;
+        uint32_t counts[256] = {0};
+        long long sum = 0;
+        int values = 0;
+        for (Py_ssize_t i = 0; i < n; i++)
+            counts[from[i]]++;
+        for (int byte = 0; byte < 256; byte++) {
+            sum += (long long)load64(weights, counts[byte]);
+            values += counts[byte] != 0;
+        }
+        PyObject *one = Py_BuildValue("(LiI)", sum, values, counts[0]);
+        if (one == NULL)
+            Py_CLEAR(found);
+        else
+            PyList_SET_ITEM(found, row, one);
+    }
+    return found;
+}
+
 static PyObject *weigh(PyObject *self, PyObject *args) {
     Py_buffer planes = {0}, weights = {0};
     PyObject *found = NULL;
     int rows;
     if (!PyArg_ParseTuple(args, "y*iy*", &planes, &rows, &weights))
         return NULL;
-    if (rows > 0 && planes.len % rows == 0 && weights.len / 8 > planes.len / rows) {
-        Py_ssize_t n = planes.len / rows;
-        found = PyList_New(rows);
-        for (int row = 0; found != NULL && row < rows; row++) {
-            const uint8_t *from = (const uint8_t *)planes.buf + row * n;
-            uint32_t counts[256] = {0};
-            long long sum = 0;
-            int values = 0;
-            for (Py_ssize_t i = 0; i < n; i++)
-                counts[from[i]]++;
-            for (int byte = 0; byte < 256; byte++) {
-                sum += (long long)load64(weights.buf, counts[byte]);
-                values += counts[byte] != 0;
-            }
-            PyObject *one = Py_BuildValue("(LiI)", sum, values, counts[0]);
-            if (one == NULL)
-                Py_CLEAR(found);
-            else
-                PyList_SET_ITEM(found, row, one);
-        }
-    } else {
+    if (rows > 0 && planes.len % rows == 0 && weights.len / 8 > planes.len / rows)
+        found = weighed(planes.buf, rows, planes.len / rows, weights.buf);
+    else
         PyErr_SetString(PyExc_ValueError, "weights for other counts");
-    }
     PyBuffer_Release(&planes);
     PyBuffer_Release(&weights);
     return found;
@@ -1040,48 +1179,39 @@ static int is_setting(const Setting *set) {
 
 static int is_lanes(int lanes) { return lanes >= 8 && lanes <= LANES_MAX && (lanes & (lanes - 1)) == 0; }
 
-static PyObject *classify(PyObject *self, PyObject *args) {
-    Py_buffer new = {0}, base = {0}, counts = {0}, marks = {0}, bits = {0};
+static PyObject *code(PyObject *self, PyObject *args) {
+    Py_buffer new = {0}, base = {0}, weights = {0}, marks = {0}, room = {0}, out = {0};
     Setting set;
-    uint64_t found = 0;
-    int good;
-    if (!PyArg_ParseTuple(args, "y*y*iiiiiw*w*w*", &new, &base, &set.transform, &set.item, &set.shift, &set.low,
-                          &set.contexts, &counts, &marks, &bits))
+    Found found = {0, 0, 0};
+    Py_ssize_t bits = 0;
+    int lanes, good;
+    if (!PyArg_ParseTuple(args, "y*y*iiiiiiw*w*w*w*", &new, &base, &set.transform, &set.item, &set.shift, &set.low,
+                          &set.contexts, &lanes, &weights, &marks, &room, &out))
         return NULL;
-    good = is_setting(&set) && new.len % set.item == 0 && base.len == new.len &&
-           counts.len == set.contexts * CLASSES * 4 && marks.len == new.len / set.item * 2 && bits.len == new.len + 16;
+    good = is_setting(&set) && is_lanes(lanes) && new.len % set.item == 0 && base.len == new.len &&
+           weights.len == set.contexts * CLASSES && marks.len == new.len / set.item * 2 && room.len == marks.len &&
+           out.len == new.len + 16 + 4 * lanes + room.len;
     if (good) {
+        uint32_t states[LANES_MAX];
+        Py_ssize_t n = new.len / set.item;
         Py_BEGIN_ALLOW_THREADS
-        memset(counts.buf, 0, (size_t)counts.len);
-        found = (is_widest ? classify_widest : is_fast ? classify_fast : classify_any)(
-            new.buf, base.buf, &set, new.len / set.item, counts.buf, marks.buf, bits.buf);
+        found = (is_widest ? code_widest : is_fast ? code_fast : code_any)(
+            new.buf, base.buf, &set, n, lanes, weights.buf, marks.buf, out.buf, room.buf, states);
+        bits = (Py_ssize_t)((found.bits + 7) / 8);
+        uint8_t *to = (uint8_t *)out.buf + bits;
+        memcpy(to, states, 4 * (size_t)lanes);
+        memcpy(to + 4 * lanes, (const uint16_t *)room.buf + n - found.words, 2 * (size_t)found.words);
         Py_END_ALLOW_THREADS
     } else {
-        PyErr_SetString(PyExc_ValueError, "sizes, item and transform do not fit");
+        PyErr_SetString(PyExc_ValueError, "sizes, item, lanes and transform do not fit");
     }
     PyBuffer_Release(&new);
     PyBuffer_Release(&base);
-    PyBuffer_Release(&counts);
+    PyBuffer_Release(&weights);
     PyBuffer_Release(&marks);
-    PyBuffer_Release(&bits);
-    return good ? PyLong_FromUnsignedLongLong(found) : NULL;
-}
-
-static PyObject *weights(PyObject *self, PyObject *args) {
-    Py_buffer counts = {0}, out = {0};
-    int good;
-    if (!PyArg_ParseTuple(args, "y*w*", &counts, &out))
-        return NULL;
-    good = out.len % CLASSES == 0 && out.len > 0 && counts.len == 4 * out.len;
-    if (good)
-        weights_all(counts.buf, (int)(out.len / CLASSES), out.buf);
-    else
-        PyErr_SetString(PyExc_ValueError, "room of another size");
-    PyBuffer_Release(&counts);
+    PyBuffer_Release(&room);
     PyBuffer_Release(&out);
-    if (!good)
-        return NULL;
-    Py_RETURN_NONE;
+    return good ? Py_BuildValue("(ini)", found.most, bits, (int)(4 * lanes + 2 * found.words)) : NULL;
 }
 
 static PyObject *frequencies(PyObject *self, PyObject *args) {
@@ -1091,7 +1221,7 @@ static PyObject *frequencies(PyObject *self, PyObject *args) {
         return NULL;
     good = weights.len % CLASSES == 0 && out.len == 2 * weights.len;
     if (good)
-        frequencies_all(weights.buf, (int)(weights.len / CLASSES), out.buf);
+        frequencies_some(weights.buf, (int)(weights.len / CLASSES), CLASSES, out.buf);
     else
         PyErr_SetString(PyExc_ValueError, "room of another size");
     PyBuffer_Release(&weights);
@@ -1117,101 +1247,102 @@ static int are_frequencies(const Py_buffer *given) {
 }
 
 /* The lowest of as many neighbouring keys as there are contexts that have the most items. */
-static PyObject *window(PyObject *self, PyObject *args) {
-    Py_buffer base = {0};
-    int item, shift, low = 0;
-    if (!PyArg_ParseTuple(args, "y*ii", &base, &item, &shift))
+static int window(const uint8_t *base, int item, Py_ssize_t n, int shift) {
+    uint8_t keys[TILE];
+    Py_ssize_t counts[256] = {0}, have = 0, most = -1;
+    int low = 0;
+    OF(item, bytes_at, base, n, shift, keys);
+    for (Py_ssize_t i = 0; i < n; i++)
+        counts[keys[i]]++;
+    for (int key = 0; key < 256; key++) {
+        have += counts[key] - (key < CONTEXTS_MAX ? 0 : counts[key - CONTEXTS_MAX]);
+        if (have > most) {
+            most = have;
+            low = key < CONTEXTS_MAX ? 0 : key - CONTEXTS_MAX + 1;
+        }
+    }
+    return low;
+}
+
+/* (lowest context, bits below the classes, what their counts leave open in the unit of the weights, counts that are not
+ * zero, by context their sums) of a sample. */
+static PyObject *counted(const uint8_t *new, const uint8_t *base, Py_ssize_t n, Setting *set, const uint8_t *weights) {
+    uint32_t counts[CONTEXTS_MAX * CLASSES] = {0};
+    long long left = 0;
+    int values = 0;
+    if (set->transform == FLOAT_CLASSES)
+        set->low = window(base, set->item, n, set->shift);
+    uint64_t bits = (is_widest ? count_widest : is_fast ? count_fast : count_any)(new, base, set, n, counts);
+    PyObject *sums = PyList_New(set->contexts);
+    for (int context = 0; sums != NULL && context < set->contexts; context++) {
+        const uint32_t *count = counts + context * CLASSES;
+        uint32_t all = 0;
+        for (int i = 0; i < CLASSES; i++) {
+            left -= (long long)load64(weights, count[i]);
+            values += count[i] != 0;
+            all += count[i];
+        }
+        left += (long long)load64(weights, all);
+        PyObject *sum = PyLong_FromUnsignedLong(all);
+        if (sum == NULL)
+            Py_CLEAR(sums);
+        else
+            PyList_SET_ITEM(sums, context, sum);
+    }
+    return sums != NULL ? Py_BuildValue("(iKLiN)", set->low, bits, left, values, sums) : NULL;
+}
+
+/* So many runs of so many items, spread over the data; all of it where it is no longer. How many. */
+static Py_ssize_t sample(const uint8_t *data, Py_ssize_t items, int item, Py_ssize_t runs, Py_ssize_t each,
+                         uint8_t *to) {
+    if (items <= runs * each) {
+        memcpy(to, data, (size_t)(items * item));
+        return items;
+    }
+    for (Py_ssize_t run = 0; run < runs; run++)
+        memcpy(to + run * each * item, data + items / runs * item * run, (size_t)(each * item));
+    return runs * each;
+}
+
+/* What a sample of a block tells: (items in it, how many are not the base's, how many neighbours in one byte of the map
+ * of these are unlike, `weigh` of its planes, and `counted`, or None where the transform is none of classes). */
+static PyObject *look(PyObject *self, PyObject *args) {
+    Py_buffer new = {0}, base = {0}, weights = {0};
+    Setting set;
+    Py_ssize_t runs, each;
+    PyObject *found = NULL;
+    if (!PyArg_ParseTuple(args, "y*y*iiiinny*", &new, &base, &set.transform, &set.item, &set.shift, &set.contexts,
+                          &runs, &each, &weights))
         return NULL;
-    int good = is_item(item) && shift >= 0 && shift < 8 * item && base.len % item == 0;
-    if (good) {
-        uint8_t keys[TILE];
-        Setting set = {item, 0, shift, 0, 0};
-        Py_ssize_t counts[256] = {0}, have = 0, most = -1;
-        for (Py_ssize_t at = 0; at < base.len / item; at += TILE) {
-            Py_ssize_t some = base.len / item - at < TILE ? base.len / item - at : TILE;
-            OF(item, bytes_at, (const uint8_t *)base.buf + at * item, some, set.shift, keys);
-            for (Py_ssize_t i = 0; i < some; i++)
-                counts[keys[i]]++;
-        }
-        for (int key = 0; key < 256; key++) {
-            have += counts[key] - (key < CONTEXTS_MAX ? 0 : counts[key - CONTEXTS_MAX]);
-            if (have > most) {
-                most = have;
-                low = key < CONTEXTS_MAX ? 0 : key - CONTEXTS_MAX + 1;
-            }
-        }
+    set.low = 0;
+    if (is_item(set.item) && (set.transform == NONE || is_setting(&set)) && new.len % set.item == 0 &&
+        base.len == new.len && runs > 0 && each > 0 && runs <= TILE && runs * each <= TILE &&
+        weights.len / 8 > (new.len / set.item < runs * each ? new.len / set.item : runs * each)) {
+        uint8_t mine[TILE * ITEM_MAX], other[TILE * ITEM_MAX], planes[TILE * ITEM_MAX], map[TILE / 8];
+        Py_ssize_t n = sample(new.buf, new.len / set.item, set.item, runs, each, mine);
+        sample(base.buf, base.len / set.item, set.item, runs, each, other);
+        Py_ssize_t changed = OF(set.item, changed, mine, other, n, map);
+        int unlike = 0;
+        for (Py_ssize_t i = 0; i < (n + 7) / 8; i++)
+            unlike += __builtin_popcount((map[i] ^ map[i] >> 1) & 127);
+        split_all(mine, NULL, NONE, set.item, n, planes, NULL);
+        PyObject *rows = weighed(planes, set.item, n, weights.buf);
+        PyObject *classes = Py_None;
+        if (set.transform == NONE)
+            Py_INCREF(classes);
+        else
+            classes = counted(mine, other, n, &set, weights.buf);
+        if (rows != NULL && classes != NULL)
+            found = Py_BuildValue("(nniOO)", n, changed, unlike, rows, classes);
+        Py_XDECREF(rows);
+        Py_XDECREF(classes);
     } else {
-        PyErr_SetString(PyExc_ValueError, "sizes and item do not fit");
+        PyErr_SetString(PyExc_ValueError, "sizes, item, transform and weights do not fit");
     }
+    PyBuffer_Release(&new);
     PyBuffer_Release(&base);
-    return good ? PyLong_FromLong(low) : NULL;
-}
-
-/* Of counts by context: the weights of the contexts' sums less those of the counts; how many counts, and contexts, are
- * not zero. */
-static PyObject *open_bits(PyObject *self, PyObject *args) {
-    Py_buffer counts = {0}, weights = {0};
-    if (!PyArg_ParseTuple(args, "y*y*", &counts, &weights))
-        return NULL;
-    long long sum = 0;
-    int values = 0, contexts = 0, good = counts.len % (4 * CLASSES) == 0;
-    const uint32_t *count = counts.buf;
-    uint64_t most = (uint64_t)weights.len / 8;
-    for (Py_ssize_t at = 0; good && at < counts.len / 4; at += CLASSES) {
-        uint64_t all = 0;
-        for (int i = 0; i < CLASSES; i++)
-            all += count[at + i];
-        good = all < most;
-        contexts += all != 0;
-        for (int i = 0; good && all != 0 && i < CLASSES; i++) {
-            sum -= (long long)load64(weights.buf, count[at + i]);
-            values += count[at + i] != 0;
-        }
-        if (good)
-            sum += (long long)load64(weights.buf, (Py_ssize_t)all);
-    }
-    PyBuffer_Release(&counts);
     PyBuffer_Release(&weights);
-    if (!good)
-        PyErr_SetString(PyExc_ValueError, "weights for other counts");
-    return good ? Py_BuildValue("(Lii)", sum, values, contexts) : NULL;
-}
-
-static PyObject *encode(PyObject *self, PyObject *args) {
-    Py_buffer marks = {0}, of = {0}, room = {0}, states = {0};
-    Py_ssize_t found = 0;
-    int lanes, good;
-    if (!PyArg_ParseTuple(args, "y*iy*w*w*", &marks, &lanes, &of, &room, &states))
-        return NULL;
-    good = is_lanes(lanes) && are_frequencies(&of) && marks.len % 2 == 0 && room.len == marks.len &&
-           states.len == 4 * lanes;
-    uint32_t *steps = good ? PyMem_RawCalloc(CONTEXTS_MAX * CLASSES, sizeof *steps) : NULL;
-    if (good && steps == NULL)
-        PyErr_NoMemory();
-    else if (!good)
-        PyErr_SetString(PyExc_ValueError, "marks, lanes, frequencies and room do not fit");
-    good = good && steps != NULL;
-    if (good) {
-        const uint16_t *mark = marks.buf;
-        Py_ssize_t n = marks.len / 2;
-        Py_BEGIN_ALLOW_THREADS
-        steps_all(of.buf, (int)(of.len / (2 * CLASSES)), steps);
-        unsigned any = 0;
-        for (Py_ssize_t i = 0; i < n; i++)
-            any |= mark[i];
-        good = any < CONTEXTS_MAX * CLASSES;
-        if (good)
-            found = (is_fast ? encode_fast : encode_any)(mark, n, lanes, steps, room.buf, states.buf);
-        Py_END_ALLOW_THREADS
-        if (!good)
-            PyErr_SetString(PyExc_ValueError, "no such context");
-    }
-    PyMem_RawFree(steps);
-    PyBuffer_Release(&marks);
-    PyBuffer_Release(&of);
-    PyBuffer_Release(&room);
-    PyBuffer_Release(&states);
-    return good ? PyLong_FromSsize_t(found) : NULL;
+    return found;
 }
 
 static PyObject *declassify(PyObject *self, PyObject *args) {
@@ -1255,13 +1386,12 @@ static PyMethodDef METHODS[] = {
     {"pick", pick, METH_VARARGS, "pick(all, map, item, some): those of the map; False if they are not as many"},
     {"place", place, METH_VARARGS, "place(some, map, item, all): inverse of pick, the others stay"},
     {"weigh", weigh, METH_VARARGS, "weigh(planes, rows, weights): per row, of the counts of its bytes"},
-    {"classify", classify, METH_VARARGS,
-     "classify(new, base, transform, item, shift, low, contexts, counts, marks, bits): how many bits"},
-    {"weights", weights, METH_VARARGS, "weights(counts, out): of each context"},
+    {"look", look, METH_VARARGS,
+     "look(new, base, transform, item, shift, contexts, runs, each, weights): what a sample tells"},
+    {"code", code, METH_VARARGS,
+     "code(new, base, transform, item, shift, low, contexts, lanes, weights, marks, room, out): the highest class, how many "
+     "bytes of bits and, behind them, of words"},
     {"frequencies", frequencies, METH_VARARGS, "frequencies(weights, out): of each context"},
-    {"window", window, METH_VARARGS, "window(base, item, shift): the lowest key of the best contexts"},
-    {"open_bits", open_bits, METH_VARARGS, "open_bits(counts, weights): (sum, counts, contexts that are not zero)"},
-    {"encode", encode, METH_VARARGS, "encode(marks, lanes, frequencies, room, states): how many words"},
     {"declassify", declassify, METH_VARARGS,
      "declassify(words, lanes, bits, frequencies, base, transform, item, shift, low, contexts, slots, out): whether they fit"},
     {NULL, NULL, 0, NULL},

@@ -9,7 +9,18 @@ def weigh(planes: Any, rows: int, weights: Any) -> list[tuple[int, int, int]]: .
 def changed(new: Any, base: Any, item: int, map: Any) -> int: ...
 def pick(all: Any, map: Any, item: int, some: Any) -> bool: ...
 def place(some: Any, map: Any, item: int, all: Any) -> bool: ...
-def classify(
+def look(
+    new: Any,
+    base: Any,
+    transform: int,
+    item: int,
+    shift: int,
+    contexts: int,
+    runs: int,
+    each: int,
+    weights: Any,
+) -> tuple[int, int, int, list[tuple[int, int, int]], tuple[int, int, int, int, list[int]] | None]: ...
+def code(
     new: Any,
     base: Any,
     transform: int,
@@ -17,13 +28,13 @@ def classify(
     shift: int,
     low: int,
     contexts: int,
-    counts: Any,
+    lanes: int,
+    weights: Any,
     marks: Any,
-    bits: Any,
-) -> int: ...
-def weights(counts: Any, out: Any) -> None: ...
+    room: Any,
+    out: Any,
+) -> tuple[int, int, int]: ...
 def frequencies(weights: Any, out: Any) -> None: ...
-def encode(marks: Any, lanes: int, frequencies: Any, room: Any, states: Any) -> int: ...
 def declassify(
     words: Any,
     lanes: int,
@@ -38,5 +49,3 @@ def declassify(
     slots: Any,
     out: Any,
 ) -> bool: ...
-def window(base: Any, item: int, shift: int) -> int: ...
-def open_bits(counts: Any, weights: Any) -> tuple[int, int, int]: ...

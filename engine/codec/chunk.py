@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator, Sequence
 
 from ..errors import Damaged, UsageError
-from .classes import Setting, classify, declassify, encode, frequencies_of, weights_of
+from .classes import Setting, code, declassify, frequencies_of
 from .constants import (
     BLOCK_BYTES,
     CLASSES,
@@ -150,20 +150,10 @@ def _encode_items(
 
 def _encode_classes(new: Bytes, base: Bytes, setting: Setting) -> tuple[bytes, list[Part]]:
     """Table entries and stored parts of a block of classes."""
-    import numpy as np
-
-    begin = kept()
-    found = classify(new, base, setting)
-    weights = weights_of(found.counts)
-    states, words = encode(found.marks, frequencies_of(weights))
-    coded = states.tobytes() + words.tobytes()
-    # The bits lie first in the scratch. What lies behind them is used again by the next block, still in the cache.
-    back(begin + found.bits.size)
-    most = int(weights.any(axis=0).nonzero()[0][-1])
-    table = np.ascontiguousarray(weights[:, : most + 1]).reshape(-1)
-    entry, parts = pack(table, noise=False, sparse=False, text=False)
-    head = MODEL.pack(setting.shift, setting.low, setting.contexts, most, len(coded), found.bits.size)
-    return head + entry, [*parts, coded, memoryview(found.bits)]
+    coded = code(new, base, setting)
+    entry, parts = pack(coded.weights, noise=False, sparse=False, text=False)
+    head = MODEL.pack(*setting[2:], coded.most, coded.words.size, coded.bits.size)
+    return head + entry, [*parts, memoryview(coded.words), memoryview(coded.bits)]
 
 
 def decode_chunk(encoding: int, payload: memoryview, base: memoryview | None, out: memoryview) -> None:

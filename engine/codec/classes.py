@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from . import planes
 from .constants import CLASSES, CONTEXTS_MAX, FLOAT_CLASSES, LANES_MAX, LANES_MIN, SCALE_BITS
 from .planes import Bytes, ordered
-from .scratch import take
+from .scratch import back, kept, take
 
 STEPS = {1: 3, 2: 3, 4: 2, 8: 1}
 """By bytes of an item: the bits below the highest one that its class has."""
@@ -40,6 +40,16 @@ class Setting(NamedTuple):
     contexts: int
 
 
+class Coded(NamedTuple):
+    """``weights`` of the classes up to the highest one, ``most``, one context behind the other; states of the lanes and
+    the words that they left; and the bits below the classes, the last byte filled up with zeros."""
+
+    most: int
+    weights: Bytes
+    words: Bytes
+    bits: Bytes
+
+
 class Classified(NamedTuple):
     """``counts`` ``[contexts, CLASSES]`` of 32 bits; ``marks`` ``[n]``, context * CLASSES + class of each number;
     ``nbits`` bits below the classes, in ``bits``, whose last byte is filled up with zeros."""
@@ -56,16 +66,66 @@ def lanes_of(count: int) -> int:
     return min(max(1 << (most.bit_length() - 1), LANES_MIN), LANES_MAX)
 
 
-def classify(new: Bytes, base: Bytes, setting: Setting) -> Classified:
-    """Take the differences of ``new`` from ``base`` apart."""
+def code(new: Bytes, base: Bytes, setting: Setting) -> Coded:
+    """The differences of ``new`` from ``base``, coded: in this thread's scratch, of which no more is taken."""
     import numpy as np
 
-    if planes._kernel is not None:
-        bits = take(new.size + 16)
-        counts = take(setting.contexts * CLASSES * 4).view(np.uint32).reshape(-1, CLASSES)
-        marks = take(new.size // setting.item * 2).view(np.uint16)
-        nbits: int = planes._kernel.classify(new, base, *setting, counts, marks, bits)
-        return Classified(counts, marks, nbits, bits[: -(-nbits // 8)])
+    if planes._kernel is None:
+        found = _classify(new, base, setting)
+        weights = _weights_of(found.counts)
+        states, words = _encode(found.marks, frequencies_of(weights))
+        most = int(weights.any(axis=0).nonzero()[0][-1])
+        table = np.ascontiguousarray(weights[:, : most + 1]).reshape(-1)
+        return Coded(most, table, np.concatenate([states, words]), found.bits)
+    count = new.size // setting.item
+    lanes, begin = lanes_of(count), kept()
+    out = take(new.size + 16 + 4 * lanes + 2 * count)
+    behind = kept()
+    weights, marks, room = take(setting.contexts * CLASSES), take(2 * count), take(2 * count)
+    most, bits, words = planes._kernel.code(new, base, *setting, lanes, weights, marks, room, out)
+    # What lies behind is used again by the next block, still in the cache.
+    back(begin + bits + words if behind > begin else begin)
+    table = weights[: setting.contexts * (most + 1)].copy()
+    return Coded(most, table, out[bits : bits + words], out[:bits])
+
+
+class Counted(NamedTuple):
+    """What classes of a sample come to: the lowest context; ``nbits`` below them; what their counts leave open, in the
+    unit of the weights of counts; how many counts are not zero; and by context their sums."""
+
+    low: int
+    nbits: int
+    left: int
+    values: int
+    sums: list[int]
+
+
+def count(new: Bytes, base: Bytes, setting: Setting, weights: Bytes) -> Counted:
+    """Of a sample; of floats, in the contexts that have the most numbers. ``weights`` of counts are as in
+    :func:`.planes.weigh`. The kernel has this in its ``look``."""
+    if setting.transform == FLOAT_CLASSES:
+        setting = setting._replace(low=_window(base, setting))
+    found = _classify(new, base, setting)
+    sums = found.counts.sum(axis=1)
+    left = int(weights[sums].sum()) - int(weights[found.counts].sum())
+    values = int((found.counts != 0).sum())
+    return Counted(setting.low, found.nbits, left, values, sums.tolist())
+
+
+def _window(base: Bytes, setting: Setting) -> int:
+    """The lowest of as many neighbouring keys as there are contexts that have the most numbers."""
+    import numpy as np
+
+    keys = (base.view(f"<u{setting.item}") >> setting.shift).astype(np.uint8)
+    covered = np.cumsum(np.bincount(keys, minlength=256))
+    covered[CONTEXTS_MAX:] -= covered[:-CONTEXTS_MAX].copy()
+    return max(int(covered.argmax()) - CONTEXTS_MAX + 1, 0)
+
+
+def _classify(new: Bytes, base: Bytes, setting: Setting) -> Classified:
+    """The differences of ``new`` from ``base``, taken apart."""
+    import numpy as np
+
     classes, lengths, rest = _classes(_difference(new, base, setting), STEPS[setting.item])
     marks = (_contexts(base, setting) << 8 | classes).astype(np.uint16)
     counts = np.bincount(marks, minlength=setting.contexts * CLASSES).astype(np.uint32)
@@ -73,40 +133,10 @@ def classify(new: Bytes, base: Bytes, setting: Setting) -> Classified:
     return Classified(counts.reshape(-1, CLASSES), marks, nbits, _put_bits(rest, lengths, nbits))
 
 
-def window(base: Bytes, item: int) -> int:
-    """The lowest of as many neighbouring exponents as there are contexts that have the most numbers."""
-    import numpy as np
-
-    if planes._kernel is not None:
-        low: int = planes._kernel.window(base, item, SHIFTS[item])
-        return low
-    keys = (base.view(f"<u{item}") >> SHIFTS[item]).astype(np.uint8)
-    covered = np.cumsum(np.bincount(keys, minlength=256))
-    covered[CONTEXTS_MAX:] -= covered[:-CONTEXTS_MAX].copy()
-    return max(int(covered.argmax()) - CONTEXTS_MAX + 1, 0)
-
-
-def open_bits(counts: Any, weights: Bytes) -> tuple[int, int, int]:
-    """What the counts of classes leave open, in the unit of ``weights``, those of counts as in :func:`.planes.weigh`;
-    how many counts, and contexts, are not zero."""
-    import numpy as np
-
-    if planes._kernel is not None:
-        found: tuple[int, int, int] = planes._kernel.open_bits(counts, weights)
-        return found
-    sums = counts.sum(axis=1)
-    left = int(weights[sums].sum()) - int(weights[counts].sum())
-    return left, int(np.count_nonzero(counts)), int(np.count_nonzero(sums))
-
-
-def weights_of(counts: Any) -> Bytes:
+def _weights_of(counts: Any) -> Bytes:
     """``[contexts, CLASSES]`` bytes that stand for the counts; 0 only for what was never counted."""
     import numpy as np
 
-    if planes._kernel is not None:
-        weights = np.empty(counts.shape, np.uint8)
-        planes._kernel.weights(counts, weights)
-        return weights
     many = counts.astype(np.uint64)
     shares = (many << np.uint64(16)) // np.maximum(many.sum(axis=1, keepdims=True), np.uint64(1))
     shares += (many > 0) & (shares == 0)
@@ -134,15 +164,11 @@ def frequencies_of(weights: Bytes) -> Any:
     return parts.astype(np.uint16)
 
 
-def encode(marks: Any, frequencies: Any) -> tuple[Bytes, Bytes]:
+def _encode(marks: Any, frequencies: Any) -> tuple[Bytes, Bytes]:
     """The states of the lanes, and the words that they left, as bytes."""
     import numpy as np
 
     lanes = lanes_of(marks.size)
-    if planes._kernel is not None:
-        states, room = take(lanes * 4).view(np.uint32), take(marks.size * 2).view(np.uint16)
-        count = planes._kernel.encode(marks, lanes, frequencies, room, states)
-        return states.view(np.uint8), room[marks.size - count :].view(np.uint8)
     starts = (np.cumsum(frequencies, axis=1, dtype=np.uint32) - frequencies).reshape(-1)
     of, firsts = frequencies.reshape(-1).astype(np.uint32)[marks], starts[marks]
     states = np.full(lanes, STATE_LOW, np.uint32)
@@ -162,8 +188,7 @@ def encode(marks: Any, frequencies: Any) -> tuple[Bytes, Bytes]:
 def declassify(
     words: Bytes, bits: Bytes, frequencies: Any, base: Bytes, setting: Setting, out: Bytes
 ) -> bool:
-    """Inverse of :func:`classify` and :func:`encode`: ``words`` are states and words. Whether these are exactly those
-    of as many numbers as ``out`` has."""
+    """Inverse of :func:`code`. Whether words and bits are exactly those of as many numbers as ``out`` has."""
     import numpy as np
 
     lanes = lanes_of(out.size // setting.item)

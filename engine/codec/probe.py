@@ -6,7 +6,8 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-from .classes import SHIFTS, Setting, classify, open_bits, window
+from . import planes
+from .classes import SHIFTS, Counted, Setting, count
 from .constants import (
     CONTEXTS_MAX,
     FLOAT_CLASSES,
@@ -16,7 +17,7 @@ from .constants import (
     NONE,
     XOR,
 )
-from .planes import Bytes, changed, split, weigh
+from .planes import Bytes, split, weigh
 from .segments import Kind
 
 RUNS = 8
@@ -62,63 +63,93 @@ class Verdict(NamedTuple):
     sparse: bool = False
 
 
+class _Look(NamedTuple):
+    """At a sample of so many items: how many are not the base's, how many neighbours are unlike each other in that,
+    :func:`weigh` of the planes, and what classes come to."""
+
+    items: int
+    changed: int
+    unlike: int
+    rows: list[tuple[int, int, int]]
+    classes: Counted | None
+
+
 def probe(new: Bytes, base: Bytes | None, item: int, kind: Kind) -> Verdict:
     """What to do with a block of whole items. The smallest sum of entropies wins; without the base, where that is
     hardly larger, and in planes, where these are."""
     items = new.size // item
-    new = _sample(new, item)
-    if base is not None:
-        base = _sample(base, item)
-        if _is_sparse(new, base, item):
-            return Verdict(NONE, [], [], sparse=True)
-    best = _look(new, None, NONE, item)
     if base is None:
-        return best
+        return _planes(_sample(new, item), None, NONE, item)
+    setting = _setting(item, kind) if kind != "bytes" and items >= CLASS_ITEMS_MIN else None
+    found = _look(new, base, item, setting)
+    if _is_sparse(found):
+        return Verdict(NONE, [], [], sparse=True)
+    best = Verdict(NONE, *_measured(found.rows, found.items))
     needed = sum(best.bits) - 8 * item * BASE_GAIN
     classes = None
-    if kind != "bytes" and items >= CLASS_ITEMS_MIN:
-        setting, bits = _class_bits(new, base, _setting(base, item, kind), items)
+    if setting is not None and found.classes is not None:
+        setting, bits = _class_bits(found.classes, setting, found.items, items)
         classes = Verdict(setting.transform, [], [], setting)
         if kind == "float" and bits < needed * CLASS_SHARE:
             return classes
         if kind == "float" and bits > sum(best.bits):
             return best
+    new, base = _sample(new, item), _sample(base, item)
     difference = FLOAT_DIFFERENCE if kind == "float" else INT_DIFFERENCE
     for transform in (XOR,) if kind == "bytes" else (XOR, difference):
-        verdict = _look(new, base, transform, item)
+        verdict = _planes(new, base, transform, item)
         if sum(verdict.bits) < needed:
             best, needed = verdict, sum(verdict.bits)
     return classes if classes is not None and bits < needed - 8 * item * CLASS_GAIN else best
 
 
-def _is_sparse(new: Bytes, base: Bytes, item: int) -> bool:
-    map_, count = changed(new, base, item)
-    items = new.size // item
-    if count <= items * SAME_SHARE:
-        return True
-    if count > items * SPARSE_CHANGES:
-        return False
+def _look(new: Bytes, base: Bytes, item: int, setting: Setting | None) -> _Look:
+    """``setting``: of the classes that are looked at, if any."""
+    items = min(new.size // item, RUNS * RUN_ITEMS)
+    weights = _weights(items)
+    if planes._kernel is not None:
+        of = (
+            (NONE, item, 0, 1)
+            if setting is None
+            else (setting.transform, item, setting.shift, setting.contexts)
+        )
+        *rest, counted = planes._kernel.look(new, base, *of, RUNS, RUN_ITEMS, weights)
+        return _Look(*rest, None if counted is None else Counted(*counted))
+    new, base = _sample(new, item), _sample(base, item)
+    map_, changed = planes.changed(new, base, item)
     # Of neighbours that lie in one byte of the map: seven pairs in each.
     unlike = int(_unlike()[map_].sum())
-    return bool(unlike / (7 * map_.size) < count / items * (1 - count / items))
+    rows = weigh(split(new, None, NONE, item), weights)
+    return _Look(
+        items, changed, unlike, rows, None if setting is None else count(new, base, setting, weights)
+    )
 
 
-def _setting(base: Bytes, item: int, kind: Kind) -> Setting:
+def _is_sparse(found: _Look) -> bool:
+    if found.changed <= found.items * SAME_SHARE:
+        return True
+    if found.changed > found.items * SPARSE_CHANGES:
+        return False
+    share, pairs = found.changed / found.items, 7 * -(-found.items // 8)
+    return found.unlike / pairs < share * (1 - share)
+
+
+def _setting(item: int, kind: Kind) -> Setting:
     """Contexts for most of the base's numbers; of whole numbers, whose high bits tell nothing, one."""
     if kind != "float":
         return Setting(INT_CLASSES, item, 0, 0, 1)
-    return Setting(FLOAT_CLASSES, item, SHIFTS[item], window(base, item), CONTEXTS_MAX)
+    return Setting(FLOAT_CLASSES, item, SHIFTS[item], 0, CONTEXTS_MAX)
 
 
-def _class_bits(new: Bytes, base: Bytes, setting: Setting, items: int) -> tuple[Setting, float]:
-    """Bits per item of a block of ``items``, of which there is a sample; and the setting without the contexts at both
-    ends that have few items."""
-    found = classify(new, base, setting)
-    sampled = int(found.marks.size)
-    left, values, contexts = open_bits(found.counts, _weights(sampled))
-    unseen = (values - contexts) / (2 * math.log(2))
-    bits = (left / (1 << WEIGHT_BITS) + unseen + found.nbits) / sampled + values * WEIGHT_COST / items
-    sums: list[int] = found.counts.sum(axis=1).tolist()
+def _class_bits(found: Counted, setting: Setting, sampled: int, items: int) -> tuple[Setting, float]:
+    """Bits per item of a block of ``items``, of which so many were looked at; and the setting without the contexts at
+    both ends that have few items."""
+    sums = found.sums
+    contexts = sum(map(bool, sums))
+    unseen = (found.values - contexts) / (2 * math.log(2))
+    bits = (
+        found.left / (1 << WEIGHT_BITS) + unseen + found.nbits
+    ) / sampled + found.values * WEIGHT_COST / items
     least = min(CONTEXT_ITEMS / items, 1) * sampled
     low, high, below, above = 0, len(sums) - 1, sums[0], sums[-1]
     while below < least and low < high:
@@ -127,7 +158,7 @@ def _class_bits(new: Bytes, base: Bytes, setting: Setting, items: int) -> tuple[
     while above < least and high > low:
         high -= 1
         above += sums[high]
-    return setting._replace(low=(setting.low + low) % 256, contexts=high - low + 1), bits
+    return setting._replace(low=(found.low + low) % 256, contexts=high - low + 1), bits
 
 
 def _sample(data: Bytes, item: int) -> Bytes:
@@ -140,15 +171,17 @@ def _sample(data: Bytes, item: int) -> Bytes:
     return np.ascontiguousarray(data[: RUNS * step].reshape(RUNS, step)[:, : RUN_ITEMS * item]).reshape(-1)
 
 
-def _look(new: Bytes, base: Bytes | None, transform: int, item: int) -> Verdict:
-    return Verdict(transform, *_measure(split(new, base, transform, item)))
-
-
-def _measure(rows: Bytes) -> tuple[list[float], list[float]]:
-    """Bits per byte and share of zeros of each of the rows ``[rows, items]``."""
+def _planes(new: Bytes, base: Bytes | None, transform: int, item: int) -> Verdict:
+    """Of a sample, in planes."""
+    rows = split(new, base, transform, item)
     items = rows.shape[1]
+    return Verdict(transform, *_measured(weigh(rows, _weights(items)), items))
+
+
+def _measured(rows: list[tuple[int, int, int]], items: int) -> tuple[list[float], list[float]]:
+    """Bits per byte and share of zeros of each row of so many items, by :func:`weigh`."""
     bits, zeros = [], []
-    for weight, values, none in weigh(rows, _weights(items)):
+    for weight, values, none in rows:
         # A sample shows fewer values than there are, which makes it look tidier than it is.
         unseen = (values - 1) / (2 * math.log(2) * items)
         bits.append(math.log2(items) - weight / (items << WEIGHT_BITS) + unseen)

@@ -1,4 +1,5 @@
-"""Memory that each thread uses again, chunk after chunk: fresh memory costs more than what is done with it."""
+"""Memory that each thread uses again, chunk after chunk, and leaves to others: fresh memory costs more than what is
+done with it."""
 
 from __future__ import annotations
 
@@ -10,11 +11,34 @@ SCRATCH_BYTES = 12 << 20
 ALIGN_BYTES = 64
 
 
+SPARE_MAX = 8
+"""Of threads that have ended: what they leave is kept for so many others."""
+
+_SPARE: list[Any] = []
+
+
+class _Memory:
+    """One thread's."""
+
+    def __init__(self) -> None:
+        import numpy as np
+
+        try:
+            self.bytes: Any = _SPARE.pop()
+        except IndexError:
+            self.bytes = np.empty(SCRATCH_BYTES, np.uint8)
+
+    def __del__(self, spare: list[Any] = _SPARE, most: int = SPARE_MAX) -> None:
+        # Given, for at the interpreter's end the module has no names any more.
+        if len(spare) < most:
+            spare.append(self.bytes)
+
+
 class _Scratch(threading.local):
     """One for each thread."""
 
     def __init__(self) -> None:
-        self.memory: Any = None
+        self.memory: _Memory | None = None
         self.used = 0
 
 
@@ -34,9 +58,9 @@ def take(nbytes: int) -> Any:
     if begin + nbytes > SCRATCH_BYTES:
         return np.empty(nbytes, np.uint8)
     if _SCRATCH.memory is None:
-        _SCRATCH.memory = np.empty(SCRATCH_BYTES, np.uint8)
+        _SCRATCH.memory = _Memory()
     _SCRATCH.used = begin + -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
-    return _SCRATCH.memory[begin : begin + nbytes]
+    return _SCRATCH.memory.bytes[begin : begin + nbytes]
 
 
 def kept() -> int:

@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -464,6 +464,13 @@ class Arena:
             slot = WriteSlot(self._control, index, generation + 1, (incarnation, step), layout_hash)
             self._writing[index] = (generation + 1, weakref.ref(slot))
             return slot
+
+    def foresee(self, index: int, regions: Sequence[tuple[str, int]]) -> tuple[int, dict[str, memoryview]]:
+        """Where :meth:`WriteSlot.place` would lay ``regions`` in slot ``index``, and the token of this opening. Only to
+        make views of, which are written through once the slot is this one's. MemoryTooSmall."""
+        control = self._control
+        placed = control.place(regions)
+        return control.token, {one.name: control.data(index, one.offset, one.nbytes) for one in placed}
 
     def _candidate(self, index: int) -> Candidate:
         generation, state = self._control.read_word(index)

@@ -10,9 +10,10 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from everstep.errors import EverstepError, PeerLost
+from everstep.errors import Damaged, EverstepError, PeerLost
+from everstep.format.layout import Layout, decode
 from everstep.format.records_table import decode_records
-from everstep.format.vote import ImageRecord
+from everstep.format.vote import STATE_IMAGE, ImageRecord
 from everstep.store.flush import read_meta
 from everstep.store.proving import check_record
 from everstep.store.sources import PEER
@@ -141,9 +142,9 @@ class Neighbour:
 
 class NeighbourSnapshot:
     """What a neighbour's memory has of a checkpoint: of each of ``copies`` (by rank) one snapshot, with the images that
-    it lacks. Threads of ``pool`` wait for it."""
+    it lacks. A :class:`~everstep.store.sources.Source`, of which nothing is proved. Threads of ``pool`` wait for it."""
 
-    kind = PEER
+    kind: str = PEER
 
     def __init__(
         self,
@@ -152,13 +153,16 @@ class NeighbourSnapshot:
         copies: Mapping[int, tuple[int, Sequence[str]]],
         chunk_bytes: int,
         pool: Executor,
+        world: int,
     ) -> None:
         self.label = f"memory of node {neighbour.name}"
+        self.incarnation, self.step = key
+        self.world = world
+        self.chunk_bytes = chunk_bytes
         self.ranks = frozenset(copies)
         self._neighbour = neighbour
         self._key = key
         self._copies = copies
-        self._chunk_bytes = chunk_bytes
         self._pool = pool
 
     def has(self, rank: int, image: str) -> bool:
@@ -169,7 +173,7 @@ class NeighbourSnapshot:
         name = f"{self.label}, records of rank {rank}"
         records = decode_records(await self._small("records", rank), name)
         for record in records:
-            check_record(record, self._chunk_bytes, name)
+            check_record(record, self.chunk_bytes, name)
         return {record.name: record for record in records}
 
     async def meta(self, rank: int) -> dict[str, Any]:
@@ -177,6 +181,28 @@ class NeighbourSnapshot:
 
     async def layout_bytes(self, rank: int) -> bytes:
         return await self._small("layout", rank)
+
+    async def layout(self, rank: int) -> Layout:
+        return await asyncio.to_thread(decode, await self.layout_bytes(rank))
+
+    async def state(self, rank: int) -> bytes:
+        data = bytearray((await self.records(rank))[STATE_IMAGE].nbytes)
+        await self.read_into(rank, STATE_IMAGE, 0, memoryview(data))
+        return bytes(data)
+
+    async def check_image(self, rank: int, image: str) -> None:
+        if not self.has(rank, image):
+            name = self.locate(rank, image)
+            raise Damaged(f"{name} is not there", found="nothing", expected="an image", name=name)
+
+    def mapped(self, rank: int, image: str) -> None:
+        return None
+
+    def locate(self, rank: int, image: str) -> str:
+        return f"{self.label}, rank {rank}, {image}"
+
+    async def confirm(self) -> None:
+        """Nothing to ask: whoever reads has hashes."""
 
     async def read_into(self, rank: int, image: str, offset: int, view: memoryview) -> None:
         for start in range(0, len(view), TAKE_BYTES_MAX):
@@ -193,12 +219,13 @@ class NeighbourSnapshot:
 
 
 def snapshots_of(
-    neighbour: Neighbour, key: Key, lent: Lent, chunk_bytes: int, pool: Executor
+    neighbour: Neighbour, key: Key, lent: Lent, chunk_bytes: int, pool: Executor, world: int
 ) -> list[NeighbourSnapshot]:
     """What was lent, at most one snapshot of each rank in one of them."""
     found: dict[int, dict[int, tuple[int, Sequence[str]]]] = {}
     for rank, copy, lacks in lent.snapshots:
         found.setdefault(copy, {})[rank] = copy, lacks
     return [
-        NeighbourSnapshot(neighbour, key, copies, chunk_bytes, pool) for _, copies in sorted(found.items())
+        NeighbourSnapshot(neighbour, key, copies, chunk_bytes, pool, world)
+        for _, copies in sorted(found.items())
     ]

@@ -10,6 +10,8 @@ from everstep.format.constants import HASH_BYTES
 from everstep.plan.parity import Code, Member, ParityGroup
 
 DESCRIPTOR_VERSION = 1
+PARITY_RANK = -1
+"""As whose snapshot a parity slot is read and served; its images are the parity blocks."""
 NODES_MAX = 64
 """In one group: twice as many as can be asked for, less one, which is what uneven numbers of nodes lead to."""
 IMAGES_MAX = 1 << 16

@@ -1,5 +1,5 @@
 """Giving what lies in this node's memory to whoever mends the run and knows its secret: own ranks' snapshots, and those
-that are kept for other nodes. Reads only.
+that are kept for other nodes, or parity of them. Reads only.
 
 A slot is pinned for as long as one answer is copied out of it, and never while bytes are sent: whoever asks can hold up
 neither a trainer nor another agent. What was reused meanwhile is not given.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +22,9 @@ from everstep.memory.directory import find_arenas
 from everstep.memory.header import Kind
 from everstep.memory.joined import AnyPin
 from everstep.store.flush import LAYOUT_REGION, META_REGION
-from everstep.store.holdings import Found, Pins, look_in_memory
+from everstep.store.holdings import Found, Pins, Slot, look_in_memory
 
+from .described import PARITY_RANK
 from .link import Link
 from .loans import TAKE_BYTES_MAX, Borrow, Given, Key, Lent, Take
 from .messages import Message, failed, unexpected
@@ -72,10 +73,9 @@ class Lender:
         with contextlib.ExitStack() as stack:
             self.used()
             lots = self._look((borrow.incarnation, borrow.step), stack)
-            told = [
-                (*which, sorted(one.lacks)) for which, one in sorted(lots.items(), key=lambda lot: lot[0])
-            ]
-            link.send(Lent(told, self.nodes()))
+            ordered = sorted(lots.items(), key=lambda lot: lot[0])
+            told = [(*which, sorted(one.lacks)) for which, one in ordered if which[0] != PARITY_RANK]
+            link.send(Lent(told, self.nodes(), list(_parity_told(lots))))
             while isinstance(asked := link.receive(IDLE_S), Take):
                 self.used()
                 self._give(link, lots, asked)
@@ -83,12 +83,12 @@ class Lender:
 
     def _look(self, key: Key, stack: contextlib.ExitStack) -> Lots:
         arenas = list(self.nameless())
-        for info in find_arenas(self.directory, Kind.OWN, Kind.HELD):
+        for info in find_arenas(self.directory):
             if info.path is not None and info.run_id == self.run_id:
                 with contextlib.suppress(EverstepError, OSError):
                     arenas.append(stack.enter_context(Arena.attach(info.path)))
         lots: Lots = {}
-        for found in look_in_memory(arenas, self.run_id):
+        for found in [*look_in_memory(arenas, self.run_id), *_parity_in(arenas, self.run_id)]:
             if found.key == key and _is_sealed(found):
                 copy = sum(rank == found.rank for rank, _ in lots)
                 lots[found.rank, copy] = found
@@ -102,6 +102,25 @@ class Lender:
             return
         link.send(Given(len(data)))
         link.send_bytes(memoryview(data), self.rate)
+
+
+def _parity_in(arenas: Sequence[Arena], run_id: str) -> Iterator[Found]:
+    """Parity slots, each as the snapshot of a rank that is none."""
+    for arena in arenas:
+        if arena.info.run_id == run_id and arena.info.kind is Kind.PARITY:
+            for one in arena.snapshots():
+                slot = Slot(arena, one.index, one.generation)
+                yield Found(one.incarnation, one.step, PARITY_RANK, Kind.PARITY, slot, one.layout_hash)
+
+
+def _parity_told(lots: Lots) -> Iterator[tuple[int, bytes]]:
+    for (rank, copy), found in sorted(lots.items(), key=lambda lot: lot[0]):
+        if rank == PARITY_RANK:
+            with contextlib.suppress(EverstepError), contextlib.ExitStack() as stack:
+                pin = found.pin(Pins(stack))
+                described = bytes(pin.view(STATE_REGION))
+                pin.check()
+                yield copy, described
 
 
 def _is_sealed(found: Found) -> bool:
@@ -118,16 +137,20 @@ def _copied(lots: Lots, take: Take) -> bytes:
         raise Damaged(f"{name} is not here", found=sorted(lots), expected=name, name=name)
     with contextlib.ExitStack() as stack:
         pin = found.pin(Pins(stack))
-        if take.what == "meta":
-            data = bytes(pin.view(META_REGION))
-        elif take.what == "layout":
-            data = bytes(pin.view(LAYOUT_REGION))
+        if take.what in ("meta", "layout"):
+            data = _region(pin, META_REGION if take.what == "meta" else LAYOUT_REGION, name)
         elif take.what == "records":
             data = encode_records(pin.sealed() or ())
         else:
             data = _part(pin, take, name)
         pin.check()
     return data
+
+
+def _region(pin: AnyPin, region: str, name: str) -> bytes:
+    if region not in pin.regions:
+        raise Damaged(f"{name} has no {region}", found=sorted(pin.regions), expected=region, name=name)
+    return bytes(pin.view(region))
 
 
 def _part(pin: AnyPin, take: Take, name: str) -> bytes:

@@ -27,10 +27,12 @@ class Borrow(Message, frozen=True):
 
 class Lent(Message, frozen=True):
     """One entry for each sealed snapshot of a rank: the rank, which of the rank's snapshots here it is, and the images
-    that it lacks. ``nodes``: of the job's nodes the names and addresses, as far as this agent knows them."""
+    that it lacks. ``nodes``: of the job's nodes the names and addresses, as far as this agent knows them. ``parity``:
+    of each sealed parity slot its number, as a snapshot of the rank that is none, and what it says of itself."""
 
     snapshots: list[tuple[int, int, list[str]]]
     nodes: list[tuple[str, str, int]]
+    parity: list[tuple[int, bytes]] = []
 
 
 class Take(Message, frozen=True):

@@ -66,6 +66,8 @@ class Chains:
         """By step of a delta that is to be merged, the full."""
         self._decided: dict[int, Key] = {}
         """By step of a delta that is not durable yet, the full."""
+        self._more = 0
+        """How many deltas more than usual may stand on one full, as fulls that were due came to nothing."""
         self._spoilt = -1
         """The last step that could not be stored as a delta: nothing older than that is a base any more."""
         for key in sorted(durable, key=_age):
@@ -78,6 +80,7 @@ class Chains:
             self._coming = None
         if base is None:
             self._known[key] = _Place(0, key)
+            self._more = 0
             self._merging.pop(key[1], None)
         else:
             # Of a base that nobody knows it cannot be told how much is below.
@@ -95,11 +98,13 @@ class Chains:
         self._coming = self._incarnation, step
 
     def lost(self, step: int) -> None:
-        """The flush of ``step``, or its merging, came to nothing: if it was to be merged, another one is."""
+        """The flush of ``step``, or its merging, came to nothing: if it was to be merged, another one is. If it was a
+        full, for which there may be no room, what is durable serves for ``max_chain`` deltas more."""
         self._decided.pop(step, None)
         self._merging.pop(step, None)
         if self._coming is not None and self._coming[1] == step:
             self._coming = None
+            self._more += self._max
 
     def spoil(self, step: int) -> None:
         """The delta of ``step`` could not be stored as one, by all ranks: none is tried on what is older."""
@@ -112,13 +117,13 @@ class Chains:
     def base(self) -> Key | None:
         """What a delta would stand on now: the newest full, or the newest checkpoint whose chain is short enough, or a
         full that is on its way. None: a full is due. That is so, too, where twice as many deltas as ``max_chain`` stand
-        on one full: the merge that was to end that has not come to its turn."""
+        on one full (more, where fulls come to nothing): the merge that was to end that has not come to its turn."""
         most = self._max - 1 if self._previous else 0
         usable = [
             key for key, place in self._known.items() if place.depth <= most and place.full[1] >= self._spoilt
         ]
         found = max(usable, key=_age, default=None)
-        if found is not None and self._standing_on(self._known[found].full) < 2 * self._max:
+        if found is not None and self._standing_on(self._known[found].full) < 2 * self._max + self._more:
             return found
         coming = self._coming
         return coming if coming is not None and coming[1] > self._spoilt else None

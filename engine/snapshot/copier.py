@@ -12,6 +12,7 @@ import torch
 from everstep.errors import StateMismatch
 from everstep.format.layout import Entry, Layout
 from everstep.memory import points
+from everstep.memory.arena import Arena
 from everstep.memory.control import COPY_PREFIX, IMAGE_PREFIX, STATE_REGION
 from everstep.memory.slots import WriteSlot
 
@@ -71,6 +72,12 @@ class Copier:
     def forget(self) -> None:
         """Drop all views, so that a closed arena's memory can go."""
         self._views.clear()
+
+    def prepare(self, arena: Arena, plan: Plan) -> None:
+        """Have what the first copy by ``plan`` needs, into the slot that comes first. MemoryTooSmall."""
+        token, places = arena.foresee(0, plan.regions(0, 0))
+        made = build_destinations(plan.layout, self._expect(plan), places)
+        self._views[0] = (token, plan.layout_hash, made)
 
     def copy(
         self,

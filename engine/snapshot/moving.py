@@ -41,6 +41,7 @@ B = TypeVar("B")
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 """Others may have no memory of their own."""
 _dtype_of = operator.attrgetter("dtype")
+_is_cpu = operator.attrgetter("is_cpu")
 _nbytes_of = operator.attrgetter("nbytes")
 
 
@@ -128,6 +129,8 @@ def _row_batches(rows: Rows) -> Iterator[Rows]:
 
 def devices(tensors: Sequence[torch.Tensor]) -> set[torch.device]:
     """The devices other than the host that hold any of them."""
+    if all(map(_is_cpu, tensors)):  # as a rule, and thousands
+        return set()
     return {tensor.device for tensor in tensors if not tensor.is_cpu}
 
 
@@ -148,6 +151,9 @@ class After:
     def move(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
         """Copy each source into the host tensor beside it, by the calling thread alone. Those on the host are copied
         when this returns; those on devices are queued (where the host memory is not pinned, they are copied too)."""
+        if all(map(_is_cpu, sources)):
+            move(sources, into, threads=1)
+            return
         here = [pair for pair in zip(sources, into, strict=True) if pair[0].is_cpu]
         elsewhere = [pair for pair in zip(sources, into, strict=True) if not pair[0].is_cpu]
         for device in devices([source for source, _ in elsewhere]):

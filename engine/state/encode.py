@@ -129,7 +129,8 @@ class Encoder:
         self._ordinals[id(value)] = ~self._ordinals[id(value)]
 
     def items(self, items: Mapping[Any, Any], view: Iterable[tuple[Any, Any]], text: str, path: Path) -> Node:
-        """The ``items`` of a dict-like value: a map if all keys are plain strings, else a flat array."""
+        """The ``items`` of a dict-like value: a map (perhaps encoded already) if all keys are plain strings, else a
+        flat array."""
         if not set(map(type, items)) <= _TEXT_KEYS:
             return self._pairs(view, text, path)
         plain = _plain_keys.issuperset(items) or _learn_plain(items)
@@ -194,7 +195,7 @@ class Encoder:
             return []
         place = keys.join(text, "~a")
         items = self.items(attributes, attributes.items(), place, (*path, "~a"))
-        if type(items) is not dict:
+        if type(items) is list:
             raise self.refuse(attributes, place, "names of attributes must be plain texts")
         return [items]
 
@@ -232,7 +233,7 @@ def _dict(encoder: Encoder, value: dict[Any, Any], text: str, path: Path) -> Nod
         return alias
     items = encoder.items(value, value.items(), text, path)
     encoder.leave(value)
-    return items if type(items) is dict else [Tag.DICT.value, items]
+    return [Tag.DICT.value, items] if type(items) is list else items
 
 
 def _list(encoder: Encoder, value: list[Any], text: str, path: Path) -> Node:

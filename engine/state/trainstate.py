@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ from . import objects
 from .chunks import ChunkOptimizers, Chunks, as_chunk_optimizers, as_chunks, kind_of
 from .grads import Gradients
 from .names import Asker
+from .recipes import Recipes
 from .registry import ObjectState, type_name
 from .rng import RandomState
 from .sharded import local_of
@@ -26,7 +29,12 @@ PARTS_MAX = 64
 
 _POSITION_ITEMS_MAX = 16
 
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+
+_NOTHING_IN = _PLAIN_TENSORS | {type(None), bool, int, float, str, bytes}
+"""Types without objects inside."""
+
+_tensor_of = operator.attrgetter("tensor")
 
 DATA_KINDS = ("finite", "stream")
 
@@ -168,14 +176,14 @@ class TrainState:
         self._position = _position(found.get("loader"))
         return found
 
-    def flatten(self) -> FlatState:
-        """Leaves and state image of all parts, asked now."""
+    def flatten(self, recipes: Recipes | None = None) -> FlatState:
+        """Leaves and state image of all parts, asked now; faster with the ``recipes`` of former times."""
         ask = Asker(self)
         parts = self._ask(ask)
         shared = bool(
             self.replicated or self._global_addresses or self._global_state or self._first_addresses
         )
-        return flatten(parts, scope=self.scope if shared else None, ask=ask)
+        return flatten(parts, scope=self.scope if shared else None, ask=ask, recipes=recipes)
 
     def pieces(self) -> list[torch.Tensor]:
         """The plain tensors with what this rank holds, asked now."""
@@ -224,19 +232,22 @@ class TrainState:
     def late_tensors(self, leaves: Sequence[Leaf]) -> set[int]:
         """Indices of the leaves that only an optimizer's step changes: its parameters and its state. They may
         be copied until just before that step; all others must be copied before the save returns."""
-        parameters, values = [], []
+        parameters: list[torch.Tensor] = []
+        values: list[Any] = []
         for optimizer in self.optimizers():
-            parameters += [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            for group in optimizer.param_groups:
+                parameters += group["params"]
             for state in optimizer.state.values():
                 if isinstance(state, dict):
-                    values += [value for value in state.values() if isinstance(value, torch.Tensor)]
+                    values += state.values()
+        if not _are_plain(values):
+            values = [value for value in values if isinstance(value, torch.Tensor)]
         # Most of an optimizer's state are its very own tensors; addresses are looked at for what is left.
-        held = {
-            id(value)
-            for value in values
-            if type(value) in _PLAIN_TENSORS or type(local_of(value)) in _PLAIN_TENSORS
-        }
-        found = {index for index, leaf in enumerate(leaves) if id(leaf.tensor) in held}
+        held = set(
+            itertools.compress(map(id, values), map(_PLAIN_TENSORS.__contains__, map(type, _local(values))))
+        )
+        own = map(held.__contains__, map(id, map(_tensor_of, leaves)))
+        found = set(itertools.compress(range(len(leaves)), own))
         for owned in (parameters, values):
             if len(found) < len(leaves):
                 found |= _lying_in(owned, leaves, found)
@@ -299,16 +310,12 @@ class TrainState:
 
 def _lying_in(owned: Sequence[torch.Tensor], leaves: Sequence[Leaf], known: Collection[int]) -> set[int]:
     """The leaves, but for those that are ``known``, that are one of ``owned``, all of it."""
-    places = {tensor.data_ptr(): tensor for tensor in map(local_of, owned)}
+    places = {tensor.data_ptr(): tensor for tensor in _local(owned)}
     places.pop(0, None)
     found: set[int] = set()
-    for index, leaf in enumerate(leaves):
-        if index in known:
-            continue
-        tensor = local_of(leaf.tensor)
-        if type(tensor) not in _PLAIN_TENSORS:
-            continue
-        other = places.get(tensor.data_ptr())
+    left = [index for index in range(len(leaves)) if index not in known]
+    for index, tensor in zip(left, _local([leaves[index].tensor for index in left]), strict=True):
+        other = places.get(tensor.data_ptr()) if type(tensor) in _PLAIN_TENSORS else None
         # Another view that begins at the same address may reach further than what the optimizer owns.
         if other is tensor or (
             other is not None
@@ -320,8 +327,19 @@ def _lying_in(owned: Sequence[torch.Tensor], leaves: Sequence[Leaf], known: Coll
     return found
 
 
+def _are_plain(values: Iterable[Any]) -> bool:
+    return _PLAIN_TENSORS.issuperset(map(type, values))
+
+
+def _local(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """What this rank holds of each: hundreds of plain ones are not asked one by one."""
+    return tensors if _are_plain(tensors) else list(map(local_of, tensors))
+
+
 def _kept_whole(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
     """The plain tensors that an optimizer has for its sharded parameters."""
+    if _are_plain(optimizer.state):
+        return
     for parameter, state in optimizer.state.items():
         if isinstance(state, dict) and local_of(parameter) is not parameter:
             for value in state.values():
@@ -341,8 +359,9 @@ def _is_mapping_of_parts(value: Any) -> bool:
 def _items_in(value: Any, path: tuple[Any, ...]) -> Iterable[tuple[tuple[Any, ...], Any]]:
     """Objects with state in ``value``, a few containers deep."""
     if isinstance(value, dict) and len(path) < 3:
-        for key, item in value.items():
-            yield from _items_in(item, (*path, key))
+        if not _NOTHING_IN.issuperset(map(type, value.values())):
+            for key, item in value.items():
+                yield from _items_in(item, (*path, key))
     elif isinstance(value, (list, tuple)) and len(path) < 3:
         for index, item in enumerate(value):
             yield from _items_in(item, (*path, index))

@@ -7,22 +7,25 @@ large numpy arrays are only referred to, by the leaves, until the copier has cop
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from ..format.layout import Box, EntrySpec, Scope
-from . import foreign, keys, objects, sharded
+from . import foreign, keys, objects, recipes, sharded
 from .encode import HANDLERS, Encoder, Handler, Path
 from .meshes import spread
+from .recipes import Recipe, Recipes
 from .registry import ObjectState, type_name
 from .sharded import Held, Shards
 from .tensors import DTYPE_NAMES, DTYPES, resolve
-from .wire import PARAMETER, REQUIRES_GRAD, Node, Tag
+from .wire import DEPTH_MAX, PARAMETER, REQUIRES_GRAD, Node, Tag
 
 AskOf = Callable[[Any, str], Any]
 """(object with state, its place for messages) -> its state."""
@@ -42,8 +45,7 @@ _boxes: dict[tuple[int, ...], tuple[Box, ...]] = {}
 Only ever added to or cleared; a lost race makes an equal box twice."""
 
 
-@dataclass(slots=True)
-class Leaf:
+class Leaf(msgspec.Struct, gc=False):  # thousands at each save: made without a call of Python
     """One tensor of the state. ``tensor`` is the live one (or a fresh one where it had lazy bits to resolve),
     on its own device, with its own strides; ``shape`` is global and ``boxes`` are this rank's regions of
     it (one, of all of it, for a plain tensor)."""
@@ -79,8 +81,7 @@ class Leaf:
         return None
 
 
-@dataclass(slots=True)
-class ShardedLeaf(Leaf):
+class ShardedLeaf(Leaf, gc=False):
     """A tensor of which ranks hold regions. ``tensor`` is the live DTensor, ShardedTensor or Shards."""
 
     held: Held
@@ -101,17 +102,23 @@ class ShardedLeaf(Leaf):
 @dataclass(slots=True)
 class FlatState:
     """The leaves in the order that the state image refers to, and the state image. ``sharded`` are the indices of
-    the :class:`ShardedLeaf` among them, ascending."""
+    the :class:`ShardedLeaf` among them, ascending. ``known`` are (part, recipe) of leaves that were made by a recipe,
+    ascending too."""
 
     leaves: list[Leaf]
     state: bytes
     sharded: list[int] = field(default_factory=list)
+    known: list[tuple[str, Recipe]] = field(default_factory=list)
 
     def signature(self) -> list[tuple[Any, ...]]:
         """What the layout depends on: two states of equal signatures have the same layout."""
-        found: list[tuple[Any, ...]] = [
-            (leaf.part, leaf.key, leaf.dtype, leaf.shape, leaf.scope, leaf.boxes) for leaf in self.leaves
-        ]
+        found: list[tuple[Any, ...]] = []
+        at = 0
+        for part, recipe in self.known:
+            found += map(_described, self.leaves[at : recipe.base])
+            found.append((part, recipe))  # one stands for all of its leaves
+            at = recipe.base + len(recipe.texts)
+        found += map(_described, self.leaves[at:])
         found += [(index, self.leaves[index].holders) for index in self.sharded]
         return found
 
@@ -125,13 +132,20 @@ class FlatState:
 
 
 def flatten(
-    parts: Mapping[str, Any], *, scope: ScopeOf | None = None, ask: AskOf = objects.state_of
+    parts: Mapping[str, Any],
+    *,
+    scope: ScopeOf | None = None,
+    ask: AskOf = objects.state_of,
+    recipes: Recipes | None = None,
 ) -> FlatState:
-    """Leaves and state image of ``parts``. Objects with ``state_dict()`` are asked now, by ``ask``.
+    """Leaves and state image of ``parts``. Objects with ``state_dict()`` are asked now, by ``ask``. ``recipes``: those
+    of former flattenings of the same state, which make this one faster, and nothing else.
 
     Raises UnsupportedValue, with the path, for anything that cannot be stored.
     """
-    encoder = TreeEncoder(scope, ask)
+    if recipes is not None:
+        recipes.begin()
+    encoder = TreeEncoder(scope, ask, recipes)
     # The walk makes many small containers and no cycles: the collector would scan the whole heap, several
     # times, in the middle of a training step, and find nothing.
     collecting = gc.isenabled()
@@ -147,7 +161,11 @@ def flatten(
     values = [(leaf.tensor, leaf.held, index in encoder.promised) for index, leaf in some]
     for (_, leaf), held in zip(some, spread(values), strict=True):
         leaf.held = held
-    return FlatState(leaves, state, encoder.sharded)
+    return FlatState(leaves, state, encoder.sharded, encoder.known)
+
+
+def _described(leaf: Leaf) -> tuple[Any, ...]:
+    return leaf.part, leaf.key, leaf.dtype, leaf.shape, leaf.scope, leaf.boxes
 
 
 def full_box(shape: tuple[int, ...]) -> tuple[Box, ...]:
@@ -166,8 +184,12 @@ class TreeEncoder(Encoder):
     leaf_types: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter})
     handlers: ClassVar[dict[type, Handler]] = {**HANDLERS, **foreign.HANDLERS}
 
-    def __init__(self, scope: ScopeOf | None, ask: AskOf = objects.state_of) -> None:
+    def __init__(
+        self, scope: ScopeOf | None, ask: AskOf = objects.state_of, recipes: Recipes | None = None
+    ) -> None:
         super().__init__()
+        self._recipes = recipes
+        self.known: list[tuple[str, Recipe]] = []
         self.leaves: list[Leaf] = []
         self._scope = scope
         self._ask = ask
@@ -176,6 +198,51 @@ class TreeEncoder(Encoder):
         self._sharded_at: dict[tuple[Any, ...], int] = {}
         self.promised: set[int] = set()
         """Sharded leaves of which the whole job holds the same, whatever their own mesh is."""
+
+    def items(self, items: Mapping[Any, Any], view: Iterable[tuple[Any, Any]], text: str, path: Path) -> Node:
+        if self._recipes is None or self._in_key or len(path) + recipes.LEVELS_MAX > DEPTH_MAX:
+            return super().items(items, view, text, path)
+        known, place, base = self._recipes, (self.part, text), len(self.leaves)
+        found = recipes.scan(items) if known.may_fit(place) else None
+        if found is None or not self._is_new(found):
+            return super().items(items, view, text, path)
+        recipe = known.find(place)
+        if recipe is None or not recipe.fits(found, base) or not self._follow(recipe, found):
+            self._recipes = None  # one recipe is of all that is inside
+            node = super().items(items, view, text, path)
+            self._recipes = known
+            recipe = recipes.make(found, items, path, base, self.leaves[base:], self._at, node)
+            if recipe is None:
+                return node
+        known.use(place, recipe)
+        self.known.append((self.part, recipe))
+        return recipe.node
+
+    def _is_new(self, found: recipes.Found) -> bool:
+        """Whether nothing of it was met before, so that what is made of it says nothing of what was."""
+        ids = set(map(id, found.inner))
+        return (
+            len(ids) == len(found.inner)
+            and self._ordinals.keys().isdisjoint(ids)
+            and self._at.keys().isdisjoint(found.addresses)
+        )
+
+    def _follow(self, recipe: Recipe, found: recipes.Found) -> bool:
+        """Take in what a walk would; False, and nothing is, if tensors are others' than they were."""
+        tensors = recipe.leaves(found.tensors)
+        scope = self._scope
+        if scope is not None:
+            scopes = [scope(self.part, *pair) for pair in zip(recipe.paths, tensors, strict=True)]
+            if scopes != recipe.scopes:
+                return False
+        elif recipe.scopes.count(_RANK) < len(recipe.scopes):
+            return False
+        self._ordinals.update(zip(map(id, found.inner), itertools.count(len(self._ordinals)), strict=False))
+        self._alive += found.inner
+        self._at.update(recipe.where(found.addresses))
+        rows = (recipe.texts, tensors, recipe.scopes, recipe.names, recipe.lengths, recipe.boxes)
+        self.leaves += map(Leaf, itertools.repeat(self.part), *rows)
+        return True
 
     def leaf(self, value: torch.Tensor, text: str, path: Path, key: Any) -> Node:
         dtype = DTYPE_NAMES.get(value.dtype)

@@ -10,13 +10,14 @@ import asyncio
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol, TypeVar
 
 from everstep.backends.aligned import aligned_buffer
 from everstep.backends.parallel import ended
 from everstep.format.vote import STATE_IMAGE, ImageRecord
 
+from .bases import Fetched
 from .blocking import run_blocking
+from .pieces import Piece, buffer_bytes, step_of
 from .sources import DurableSource, Source
 
 START_S = 0.001
@@ -27,31 +28,14 @@ Key = tuple[int, str, int]
 """Of a piece: rank, image, offset."""
 
 
-class Piece(Protocol):
-    """What is asked of a piece: consecutive bytes of one image, which come from the first of ``holders``."""
-
-    @property
-    def holders(self) -> tuple[Source, ...]: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def image(self) -> str: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-
-
-P = TypeVar("P", bound=Piece)
-
-
 @dataclass(slots=True)
 class Early:
     """A piece that is being read. ``buffer`` belongs to whoever took it; it holds the bytes once ``reading`` is
-    done, and none that count where that fails."""
+    done, and none that count where that fails. What is read of a packed image is told by the result."""
 
     buffer: memoryview
-    reading: asyncio.Task[None]
+    nbytes: int
+    reading: asyncio.Task[Fetched | None]
 
 
 @dataclass(slots=True)
@@ -67,7 +51,7 @@ class Ahead:
     _starting: asyncio.Task[None] | None = None
 
     def begin(self, sources: Sequence[Source], rank: int) -> None:
-        """Start to read the plain images of ``rank`` from the first of ``sources`` that has the rank, if that is a
+        """Start to read the images of ``rank`` from the first of ``sources`` that has the rank, if that is a
         durable tier. What fails is told to whoever needs it."""
         first = next((source for source in sources if rank in source.ranks), None)
         if isinstance(first, DurableSource):
@@ -78,7 +62,7 @@ class Ahead:
         if self._source is not None:
             run_blocking(self._drop())
 
-    async def first(self, pieces: Sequence[P]) -> list[P]:
+    async def first(self, pieces: Sequence[Piece]) -> list[Piece]:
         """``pieces``, first those that are being read. The rest of what is being read is dropped."""
         if self._starting is not None:
             await asyncio.gather(self._starting, return_exceptions=True)
@@ -93,7 +77,7 @@ class Ahead:
 
     def _has(self, piece: Piece) -> bool:
         early = self._early.get(_key(piece))
-        return early is not None and piece.holders[0] is self._source and piece.nbytes <= len(early.buffer)
+        return early is not None and piece.holders[0] is self._source and piece.nbytes <= early.nbytes
 
     async def _begin(self, source: DurableSource, rank: int) -> None:
         self._source = source
@@ -106,24 +90,35 @@ class Ahead:
         records = await source.records(rank)
         places = list(islice(self._places(records.values(), source.chunk_bytes), self.pieces))
         # All memory first: mapping it would wait for reads that are just getting their pages.
-        buffers = [aligned_buffer(nbytes)[:nbytes] for _, _, nbytes in places]
-        for (image, at, _), buffer in zip(places, buffers, strict=True):
-            reading = asyncio.ensure_future(source.read_into(rank, image, at, buffer))
-            self._early[rank, image, at] = Early(buffer, reading)
+        buffers = [aligned_buffer(buffer_bytes(record, nbytes)) for record, _, nbytes in places]
+        for (record, at, nbytes), buffer in zip(places, buffers, strict=True):
+            reading = asyncio.ensure_future(_read(source, rank, record, at, nbytes, buffer))
+            self._early[rank, record.name, at] = Early(buffer, nbytes, reading)
 
-    def _places(self, records: Iterable[ImageRecord], chunk_bytes: int) -> Iterator[tuple[str, int, int]]:
+    def _places(
+        self, records: Iterable[ImageRecord], chunk_bytes: int
+    ) -> Iterator[tuple[ImageRecord, int, int]]:
         """Image, offset and size of pieces as a filling makes them of whole images."""
-        step = max(self.piece_bytes // chunk_bytes, 1) * chunk_bytes
         for record in records:
-            if record.name != STATE_IMAGE and record.stored is None:
+            if record.name != STATE_IMAGE:
+                step = step_of(record, self.piece_bytes, chunk_bytes)
                 for at in range(0, record.nbytes, step):
-                    yield record.name, at, min(step, record.nbytes - at)
+                    yield record, at, min(step, record.nbytes - at)
 
     async def _drop(self, taken: Collection[Key] = ()) -> None:
         """Give up what is not ``taken``: no thread touches its buffers any more when this returns."""
         if self._starting is not None:
             await ended([self._starting])
         await ended([self._early.pop(key).reading for key in list(self._early) if key not in taken])
+
+
+async def _read(
+    source: DurableSource, rank: int, record: ImageRecord, at: int, nbytes: int, buffer: memoryview
+) -> Fetched | None:
+    if record.stored is not None:
+        return await source.fetch(rank, record.name, at, nbytes, buffer)
+    await source.read_into(rank, record.name, at, buffer[:nbytes])
+    return None
 
 
 def _key(piece: Piece) -> Key:

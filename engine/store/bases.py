@@ -15,9 +15,10 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
-from everstep.backends.aligned import aligned_buffer
+from everstep.backends.aligned import BLOCK, aligned_buffer, round_down, round_up
+from everstep.backends.parallel import ended
 from everstep.codec.chunk import decode_chunk
 from everstep.errors import CannotTell, Damaged, EverstepError, Pruned
 from everstep.format import names
@@ -58,6 +59,9 @@ UNSERVED = (Damaged, CannotTell, Pruned, SlotGone, ArenaGone)
 LACKING = "lacking"
 """Field of an error: the numbers of an image's chunks whose base nobody has right. All others of what was to be read
 were decoded."""
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 Key = tuple[int, int]
 """(incarnation, step)"""
@@ -261,20 +265,56 @@ class Bases:
             with lost.caught():
                 await self._base(packed, *run, spare[low:high], out[low:high], depth)
 
-        begin, stop = table.span(first, end)
+        nbytes = _payload_room(table, first, end)
         if depth:  # one level after the other, so that all of them together take no more than one
             await each(runs, base, limit=RUNS_PARALLEL)
-            payload = aligned_buffer(stop - begin)[: stop - begin]
-            await packed.read(begin, payload)
-            await asyncio.to_thread(_unpack, packed, table, first, end, payload, spare, out, lost.chunks)
+            payload = await _read_payload(packed, table, first, end, aligned_buffer(nbytes))
+            await asyncio.to_thread(
+                _unpack, Fetched(packed, table, first, spare, payload), end, out, lost.chunks
+            )
             lost.tell()
             return
-        buffer = self._take(stop - begin)
-        payload = buffer[: stop - begin]
-        await both(each(runs, base, limit=RUNS_PARALLEL), packed.read(begin, payload))
-        await asyncio.to_thread(_unpack, packed, table, first, end, payload, spare, out, lost.chunks)
+        buffer = self._take(nbytes)
+        payload, _ = await both(
+            _read_payload(packed, table, first, end, buffer), each(runs, base, limit=RUNS_PARALLEL)
+        )
+        await asyncio.to_thread(_unpack, Fetched(packed, table, first, spare, payload), end, out, lost.chunks)
         self._give(buffer)
         lost.tell()
+
+    # -- fetching
+
+    async def fetch(
+        self, packed: PackedObject, table: Table, offset: int, nbytes: int, buffer: memoryview
+    ) -> Fetched:
+        """What the whole chunks from ``offset`` on are decoded from, in ``buffer`` (of :func:`fetched_room`)."""
+        chunk_bytes = table.chunk_bytes
+        first = offset // chunk_bytes
+        end = first + -(-nbytes // chunk_bytes)
+        base, room = buffer[:nbytes], buffer[round_up(nbytes) :]
+        codes = table.encodings[first:end]
+        runs = list(runs_of([first + at for at, code in enumerate(codes) if code in WITH_BASE]))
+
+        async def read(run: tuple[int, int]) -> None:
+            low = (run[0] - first) * chunk_bytes
+            await self._fetch_base(packed, *run, base[low : (run[1] - first) * chunk_bytes])
+
+        payload, _ = await both(
+            _read_payload(packed, table, first, end, room), each(runs, read, limit=RUNS_PARALLEL)
+        )
+        return Fetched(packed, table, first, base, payload)
+
+    async def _fetch_base(self, packed: PackedObject, first: int, end: int, out: memoryview) -> None:
+        """The base's chunks ``first`` to ``end`` into ``out``: proved only where the base is a delta itself."""
+        record, at = packed.record, first * packed.chunk_bytes
+
+        async def ask(source: Source) -> None:
+            await _record_at(source, record, packed.rank)
+            await source.read_into(packed.rank, record.name, at, out)
+
+        if record.base is None:
+            raise _no_base(packed.name)
+        await self._from_one(record, packed.name, ask)
 
     async def _base(
         self, packed: PackedObject, first: int, end: int, out: memoryview, spare: memoryview, depth: int
@@ -282,10 +322,7 @@ class Bases:
         """The base's chunks ``first`` to ``end`` into ``out``, proved. Damaged says which are :func:`lacking`."""
         record = packed.record
         if record.base is None:
-            name = packed.name
-            raise Damaged(
-                f"{name} refers to a base, and has none", found="no base", expected="one", name=name
-            )
+            raise _no_base(packed.name)
         if depth >= CHAIN_MAX:
             raise Damaged(
                 f"{packed.name}: a chain of bases that is too long",
@@ -326,7 +363,7 @@ class Bases:
         """A buffer of ``nbytes`` at least; fresh memory is slow."""
         if self._free and len(self._free[-1]) >= nbytes:
             return self._free.pop()
-        return aligned_buffer(max(nbytes, PIECE_BYTES))
+        return aligned_buffer(max(nbytes, PIECE_BYTES + 2 * BLOCK))
 
     def _give(self, buffer: memoryview) -> None:
         if len(self._free) < 2 * PIECES_MAX:
@@ -385,39 +422,74 @@ def runs_of(indexes: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield begin, end
 
 
-def _unpack(
-    packed: PackedObject,
-    table: Table,
-    first: int,
-    end: int,
-    payload: memoryview,
-    base: memoryview,
-    out: memoryview,
-    lost: Collection[int],
-) -> None:
-    """Decode the chunks ``first`` to ``end`` into ``out``, but for the ``lost`` ones, from their payloads and the
-    base's chunks, which lie in ``base`` where they do in ``out``."""
-    start = table.begins[first]
-    for index in range(first, end):
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Chunks of a packed image from ``first`` on, as they were read: their payloads, and what the base has there, where
+    they need it. Nothing of it is proved."""
+
+    packed: PackedObject
+    table: Table
+    first: int
+    base: memoryview
+    payload: memoryview
+
+    def chunk(self, index: int, room: memoryview) -> memoryview:
+        """The bytes of chunk ``index``, in ``room`` (of their size) unless they lie there as they are. Raises Damaged
+        where the payload cannot be decoded."""
+        table = self.table
+        at = (index - self.first) * table.chunk_bytes
+        base = self.base[at : at + len(room)]
+        code = table.encodings[index]
+        if code == REFERENCE:
+            return base
+        start = table.begins[self.first]
+        begin, stop = table.span(index, index + 1)
+        payload = self.payload[begin - start : stop - start]
+        if code == PLAIN:
+            return payload
+        decode_chunk(code, payload, base if code in WITH_BASE else None, room)
+        return room
+
+
+def fetched_room(nbytes: int) -> int:
+    """What fetching ``nbytes`` of whole chunks takes: their base, and payloads that are no smaller than they are."""
+    return 2 * round_up(nbytes) + 2 * BLOCK
+
+
+def _payload_room(table: Table, first: int, end: int) -> int:
+    """Bytes that :func:`_read_payload` needs."""
+    begin, stop = table.span(first, end)
+    return stop - begin + 2 * BLOCK
+
+
+async def _read_payload(
+    packed: PackedObject, table: Table, first: int, end: int, room: memoryview
+) -> memoryview:
+    """The payloads of the chunks ``first`` to ``end``, read into ``room``, which is page-aligned: with all of the
+    blocks in which they lie, as direct I/O asks for."""
+    begin, stop = table.span(first, end)
+    low = round_down(begin)
+    if stop > begin:
+        await packed.read(low, room[: min(round_up(stop), packed.record.object.nbytes) - low])
+    return room[begin - low : stop - low]
+
+
+def _unpack(fetched: Fetched, end: int, out: memoryview, lost: Collection[int]) -> None:
+    """Decode the chunks up to ``end`` into ``out``, but for the ``lost`` ones."""
+    chunk_bytes = fetched.table.chunk_bytes
+    for index in range(fetched.first, end):
         if index in lost:
             continue
-        at = (index - first) * table.chunk_bytes
-        chunk = out[at : at + table.chunk_bytes]
-        code = table.encodings[index]
-        former = base[at : at + len(chunk)] if code in WITH_BASE else None
-        begin, stop = table.span(index, index + 1)
-        if code == REFERENCE:
-            assert former is not None
-            copy_bytes(chunk, former)
-            continue
-        if code == PLAIN:
-            copy_bytes(chunk, payload[begin - start : stop - start])
-            continue
+        at = (index - fetched.first) * chunk_bytes
+        room = out[at : at + chunk_bytes]
         try:
-            decode_chunk(code, payload[begin - start : stop - start], former, chunk)
+            chunk = fetched.chunk(index, room)
         except Damaged as error:
-            offset = index * table.chunk_bytes
-            log.warning("%s: the chunk at offset %d cannot be decoded: %s", packed.name, offset, error)
+            name, offset = fetched.packed.name, index * chunk_bytes
+            log.warning("%s: the chunk at offset %d cannot be decoded: %s", name, offset, error)
+        else:
+            if chunk is not room:
+                copy_bytes(room, chunk)
 
 
 async def open_table(packed: PackedObject) -> Table:
@@ -483,6 +555,10 @@ def _missing(key: Key, errors: Sequence[EverstepError]) -> EverstepError:
     )
 
 
+def _no_base(name: str) -> Damaged:
+    return Damaged(f"{name} refers to a base, and has none", found="no base", expected="one", name=name)
+
+
 def _heard(task: asyncio.Task[list[Source]]) -> None:
     """Whoever asked may have been cancelled meanwhile: then nobody is left to hear of an error."""
     if not task.cancelled():
@@ -496,13 +572,10 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
     numpy.copyto(numpy.frombuffer(target, numpy.uint8), numpy.frombuffer(source, numpy.uint8))
 
 
-async def both(*work: Awaitable[object]) -> None:
-    """All of ``work``, side by side; an error ends the rest before it is raised, so that no buffer is written to
-    afterwards."""
-    tasks = [asyncio.ensure_future(one) for one in work]
+async def both(one: Awaitable[T], other: Awaitable[U]) -> tuple[T, U]:
+    """Both, side by side; an error ends the other before it is raised, so that no buffer is written to afterwards."""
+    tasks = asyncio.ensure_future(one), asyncio.ensure_future(other)
     try:
-        await asyncio.gather(*tasks)
+        return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended(tasks)

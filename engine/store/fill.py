@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,16 +17,26 @@ from typing import Any, TypeVar, cast
 
 from everstep.backends.aligned import aligned_buffer
 from everstep.errors import CannotTell, Damaged, EverstepError, Pruned, StateMismatch
-from everstep.format.constants import HASH_BYTES
 from everstep.format.vote import ImageRecord
-from everstep.memory.copying import COMPILED, copy, prove_and_copy
-from everstep.plan.reads import Range, Read, chunk_ranges, clip
+from everstep.plan.reads import Range, Read, chunk_ranges
 
 from .ahead import Ahead, Early
 from .asking import each
 from .bases import UNSERVED, lacking
-from .proving import bad_chunks, changed_chunk, check_record, differing
-from .sources import Scattering, Source
+from .pieces import (
+    Bad,
+    Piece,
+    buffer_bytes,
+    copy_reads,
+    dealt,
+    nbytes_of,
+    scattered,
+    step_of,
+    unpack_and_copy,
+    verify_and_copy,
+)
+from .proving import bad_chunks, changed_chunk, check_record
+from .sources import Fetching, Scattering, Source
 
 PARALLEL = 8
 """Pieces in flight, more than a backend reads at once: while some are hashed and copied, others are
@@ -39,13 +48,6 @@ PIECE_BYTES = 8 << 20
 
 MAPPED_PIECE_BYTES = 16 << 20
 """A piece of what lies in memory already: it takes no buffer, and fewer are handed from thread to thread."""
-
-HOT_BYTES = 1 << 20
-"""Hashed and then copied at once (whole chunks): what a core's cache holds."""
-
-LARGE_COPY_BYTES = 64 << 10
-"""From here on a copy is worth giving up the interpreter lock for."""
-
 
 FALLBACKS_MAX = 256
 """Fallbacks that a report tells one by one."""
@@ -98,19 +100,6 @@ class FillReport:
         self.fallbacks_count += 1
         if len(self.fallbacks) < FALLBACKS_MAX:
             self.fallbacks.append(fallback)
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Consecutive chunks of one image, and the reads that lie inside them. Holders as in :class:`Image`."""
-
-    holders: tuple[Source, ...]
-    rank: int
-    image: str
-    record: ImageRecord
-    offset: int
-    nbytes: int
-    reads: list[Read]
 
 
 async def fill(
@@ -268,42 +257,24 @@ def _worst(failed: Sequence[tuple[Source, EverstepError]]) -> EverstepError:
     return errors[0]
 
 
-def _pieces(images: Sequence[Image], piece_bytes: int) -> Iterator[_Piece]:
+def _pieces(images: Sequence[Image], piece_bytes: int) -> Iterator[Piece]:
     for image in images:
         holder = image.holders[0]
         mapped = holder.mapped(image.rank, image.name) is not None
         chunk_bytes = holder.chunk_bytes
-        step = max((MAPPED_PIECE_BYTES if mapped else piece_bytes) // chunk_bytes, 1) * chunk_bytes
+        step = step_of(image.record, MAPPED_PIECE_BYTES if mapped else piece_bytes, chunk_bytes)
         spans = [(at, min(at + step, end)) for begin, end in image.ranges() for at in range(begin, end, step)]
         yield from _with_reads(image, spans)
 
 
-def _with_reads(image: Image, spans: Sequence[Range]) -> Iterator[_Piece]:
+def _with_reads(image: Image, spans: Sequence[Range]) -> Iterator[Piece]:
     """Pieces with what they serve."""
-    for (start, stop), some in zip(spans, _dealt(image.reads, spans), strict=True):
-        yield _Piece(image.holders, image.rank, image.name, image.record, start, stop - start, some)
-
-
-def _dealt(reads: Sequence[Read], spans: Sequence[Range]) -> list[list[Read]]:
-    """The reads by span; one over several spans is clipped to each of them."""
-    starts = [start for start, _ in spans]
-    served: list[list[Read]] = [[] for _ in spans]
-    for read in reads:
-        if not read.nbytes:
-            continue
-        index = bisect_right(starts, read.image_offset) - 1
-        end = read.image_end
-        if end <= spans[index][1]:
-            served[index].append(read)
-            continue
-        while index < len(spans) and starts[index] < end:
-            served[index] += clip(read, *spans[index])
-            index += 1
-    return served
+    for (start, stop), some in zip(spans, dealt(image.reads, spans), strict=True):
+        yield Piece(image.holders, image.rank, image.name, image.record, start, stop - start, some)
 
 
 async def _work(
-    pieces: Iterator[_Piece],
+    pieces: Iterator[Piece],
     ahead: Ahead,
     targets: Mapping[int, memoryview],
     pool: ThreadPoolExecutor,
@@ -317,17 +288,18 @@ async def _work(
         whole = piece.holders[0].mapped(piece.rank, piece.image)
         if whole is not None:
             view = whole[piece.offset : piece.offset + piece.nbytes]
-            error, bad = None, await _in(pool, _verify_and_copy, piece, view, targets)
+            error, bad = None, await _in(pool, verify_and_copy, piece, view, targets)
         else:
             early = ahead.take(piece)
+            needed = buffer_bytes(piece.record, piece.nbytes)
             if early is not None:
                 buffer = early.buffer
-            elif buffer is None or len(buffer) < piece.nbytes:
-                buffer = aligned_buffer(max(piece_bytes, piece.nbytes))
+            elif buffer is None or len(buffer) < needed:
+                buffer = aligned_buffer(max(piece_bytes, needed))
             view = buffer[: piece.nbytes]
-            error, bad = await _read(piece, early, view, targets, pool)
+            error, bad = await _read(piece, early, buffer, targets, pool)
         if error is None or lacking(error):
-            report.count(piece.holders[0], piece.nbytes - _nbytes_of(bad, piece))
+            report.count(piece.holders[0], piece.nbytes - nbytes_of(bad, piece))
         if error is not None or bad:
             await _repair(piece, view, bad, error, targets, pool, report)
         report.pieces += 1
@@ -338,151 +310,52 @@ async def _in(pool: ThreadPoolExecutor, act: Callable[..., R], *args: Any) -> R:
     return await asyncio.get_running_loop().run_in_executor(pool, act, *args)
 
 
-Bad = list[tuple[int, bytes]]
-"""Chunks that have not their hash, each with the one found."""
-
-
 async def _read(
-    piece: _Piece,
+    piece: Piece,
     early: Early | None,
-    view: memoryview,
+    buffer: memoryview,
     targets: Mapping[int, memoryview],
     pool: ThreadPoolExecutor,
 ) -> tuple[EverstepError | None, Bad]:
-    """Read the piece from its first holder, and have its reads done if every chunk is right. Else ``view`` holds what
-    was read: all but the bad chunks, where these are told beside an error."""
-    source = piece.holders[0]
-    scattered = _scattered(piece, view, targets) if isinstance(source, Scattering) else None
+    """Read the piece from its first holder, and have its reads done if every chunk is right. Else ``buffer`` begins
+    with what was read: all but the bad chunks, where these are told beside an error."""
+    source, view = piece.holders[0], buffer[: piece.nbytes]
+    if piece.record.stored is not None and isinstance(source, Fetching):
+        if await _unpacked(source, piece, early, buffer, targets, pool):
+            return None, []
+        early = None
+    straight = scattered(piece, view, targets) if isinstance(source, Scattering) else None
     try:
-        if scattered is None:
+        if straight is None:
             reading = early.reading if early is not None else None
             await (reading or source.read_into(piece.rank, piece.image, piece.offset, view))
-            return None, await _in(pool, _verify_and_copy, piece, view, targets)
-        await cast(Scattering, source).read_parts(piece.rank, piece.image, piece.offset, scattered.parts)
+            return None, await _in(pool, verify_and_copy, piece, view, targets)
+        await cast(Scattering, source).read_parts(piece.rank, piece.image, piece.offset, straight.parts)
     except UNSERVED as error:
-        return error, await _in(pool, _verify_and_copy, piece, view, targets) if lacking(error) else []
-    return None, await _in(pool, scattered.verify)
+        return error, await _in(pool, verify_and_copy, piece, view, targets) if lacking(error) else []
+    return None, await _in(pool, straight.verify)
 
 
-class _Scattered:
-    """A piece that is read straight into the targets, but for what is small there, or wanted nowhere: that goes
-    through ``view``, at its own place."""
-
-    def __init__(self, piece: _Piece, view: memoryview) -> None:
-        self.parts: list[memoryview] = []
-        self._piece = piece
-        self._view = view
-        self._at = 0
-        self._copies: list[tuple[memoryview, memoryview]] = []
-
-    def small(self, begin: int, target: memoryview) -> None:
-        """``target`` are the bytes from ``begin`` of the piece on."""
-        self._copies.append((target, self._view[begin : begin + len(target)]))
-
-    def large(self, begin: int, target: memoryview) -> None:
-        """What comes after the former large one, up to ``begin``, goes through the view."""
-        if begin > self._at:
-            self.parts.append(self._view[self._at : begin])
-        self.parts.append(target)
-        self._at = begin + len(target)
-
-    def end(self) -> None:
-        if self._at < len(self._view):
-            self.parts.append(self._view[self._at :])
-
-    def verify(self) -> Bad:
-        """The bad chunks; if there are none, all reads have been done, else the view holds the whole piece."""
-        chunk_bytes = self._piece.holders[0].chunk_bytes
-        bad = bad_chunks(self.parts, self._piece.offset // chunk_bytes, self._piece.record, chunk_bytes)
-        if bad:
-            at = 0
-            for part in self.parts:
-                self._view[at : at + len(part)] = part
-                at += len(part)
-        else:
-            for target, copy in self._copies:
-                target[:] = copy
-        return bad
-
-
-def _scattered(piece: _Piece, view: memoryview, targets: Mapping[int, memoryview]) -> _Scattered | None:
-    """None where most of it would go through the view anyhow, or a byte is wanted twice."""
-    found = _Scattered(piece, view)
-    at = large = 0
-    for index, _, _, offset, nbytes, dest, count, _, _ in piece.reads:
-        begin = offset - piece.offset
-        if count > 1 or begin < at:
-            return None
-        at = begin + nbytes
-        target = targets[index][dest : dest + nbytes]
-        if len(target) != nbytes:
-            return None  # the plain way says what is wrong
-        if nbytes < LARGE_COPY_BYTES:
-            found.small(begin, target)
-        else:
-            large += nbytes
-            found.large(begin, target)
-    found.end()
-    return found if 2 * large > piece.nbytes else None
-
-
-def _nbytes_of(bad: Sequence[tuple[int, bytes]], piece: _Piece) -> int:
-    chunk_bytes = piece.holders[0].chunk_bytes
-    return sum(min(chunk_bytes, piece.record.nbytes - index * chunk_bytes) for index, _ in bad)
-
-
-def _verify_and_copy(piece: _Piece, view: memoryview, targets: Mapping[int, memoryview]) -> Bad:
-    """Copy the piece's bytes, a little at a time, each right after it was hashed, while it is in the cache. Returns the
-    bad chunks; nothing of these is copied."""
-    chunk_bytes = piece.holders[0].chunk_bytes
-    if COMPILED:
-        first = piece.offset // chunk_bytes * HASH_BYTES
-        expected = piece.record.chunks[first : first + -(-piece.nbytes // chunk_bytes) * HASH_BYTES]
-        hashes = prove_and_copy(view, piece.offset, chunk_bytes, expected, piece.reads, targets)
-        if hashes is not None:
-            return differing(hashes, expected, piece.offset // chunk_bytes)
-    step = max(HOT_BYTES // chunk_bytes, 1) * chunk_bytes
-    end = piece.offset + piece.nbytes
-    spans = [(at, min(at + step, end)) for at in range(piece.offset, end, step)]
-    bad: Bad = []
-    for (start, stop), reads in zip(spans, _dealt(piece.reads, spans), strict=True):
-        part = view[start - piece.offset : stop - piece.offset]
-        found = bad_chunks(part, start // chunk_bytes, piece.record, chunk_bytes)
-        bad += found
-        if not found:
-            _copy(reads, start, part, targets)
-    return bad
-
-
-def _copy(reads: Sequence[Read], at: int, view: memoryview, targets: Mapping[int, memoryview]) -> None:
-    """Do ``reads`` from ``view``, which begins at ``at`` of the image."""
-    for index, _, _, offset, nbytes, dest, count, image_stride, dest_stride in reads:
-        start = offset - at
-        if count > 1:
-            strides = image_stride, dest_stride
-            _copy_runs(targets[index][dest:], view[start:], nbytes, count, strides)
-        elif nbytes < LARGE_COPY_BYTES:
-            targets[index][dest : dest + nbytes] = view[start : start + nbytes]
-        else:
-            copy(targets[index][dest : dest + nbytes], view[start : start + nbytes])
-
-
-def _copy_runs(
-    target: memoryview, source: memoryview, nbytes: int, count: int, strides: tuple[int, int]
-) -> None:
-    """``count`` runs, one element of ``nbytes`` bytes each, without the interpreter lock; strides in ``source``
-    and in ``target``. numpy refuses runs outside the views."""
-    import numpy
-
-    run = numpy.dtype((numpy.void, nbytes))
-    numpy.copyto(
-        numpy.ndarray((count,), run, target, 0, strides[1:]),
-        numpy.ndarray((count,), run, source, 0, strides[:1]),
-    )
+async def _unpacked(
+    source: Fetching,
+    piece: Piece,
+    early: Early | None,
+    buffer: memoryview,
+    targets: Mapping[int, memoryview],
+    pool: ThreadPoolExecutor,
+) -> bool:
+    """Have the reads of a piece of a packed image done. What it is decoded from is not proved: that its chunks are
+    right says all. False where one is not, or something could not be read: then what is wrong is found by reading it
+    with a proof of everything."""
+    try:
+        fetched = await (early.reading if early is not None else source.fetch(*piece.place, buffer))
+    except UNSERVED:
+        return False
+    return fetched is not None and await _in(pool, unpack_and_copy, piece, fetched, targets)
 
 
 async def _repair(
-    piece: _Piece,
+    piece: Piece,
     view: memoryview,
     bad: Sequence[tuple[int, bytes]],
     error: EverstepError | None,
@@ -505,13 +378,13 @@ async def _repair(
         if repair.missing:
             await repair.ask(other)
     repair.tell(report)
-    await _in(pool, _copy, piece.reads, piece.offset, repair.view, targets)
+    await _in(pool, copy_reads, piece.reads, piece.offset, repair.view, targets)
 
 
 class _Repair:
     """Chunks of one piece that the first holder could not give, and who failed of each."""
 
-    def __init__(self, piece: _Piece, view: memoryview, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, piece: Piece, view: memoryview, pool: ThreadPoolExecutor) -> None:
         self.view = view
         self.missing: dict[int, list[tuple[Source, EverstepError]]] = {}
         self._served: dict[int, tuple[Source, list[tuple[Source, EverstepError]]]] = {}

@@ -69,12 +69,15 @@ EXIT_CANNOT_TELL = 8
 EXIT_USAGE = 16
 
 
-def exit_code(severities: Iterable[Severity], *, repaired: bool = False) -> int:
+def exit_code(findings: Iterable[Finding], *, repaired: bool = False) -> int:
     """As fsck(8): the sum of 1 (something was repaired), 4 (damage left) and 8 (cannot tell) where they apply; 0 for
-    infos and warnings. 16 is for calls that are wrong (the root is no run, no such step)."""
-    found = set(severities)
+    infos and warnings. What is set aside is damage that is left: it was saved, and does not load. 16 is for calls that
+    are wrong (the root is no run, no such step)."""
+    told = list(findings)
+    found = {finding.severity for finding in told}
+    left = Severity.DAMAGE in found or any(finding.kind is Kind.QUARANTINE for finding in told)
     return (
         (EXIT_REPAIRED if repaired else 0)
-        + (EXIT_DAMAGE if Severity.DAMAGE in found else 0)
+        + (EXIT_DAMAGE if left else 0)
         + (EXIT_CANNOT_TELL if Severity.CANNOT_TELL in found else 0)
     )

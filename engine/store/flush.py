@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-from everstep.backends.api import Backend, Notes
+from everstep.backends.api import Backend, Notes, Writer
 from everstep.backends.errors import Conflict, NotFound
 from everstep.backends.points import reach
 from everstep.errors import BadOption, CannotTell, Damaged, Pruned, SaveAbandoned, SaveFailed
@@ -43,6 +43,10 @@ log = logging.getLogger("everstep.store")
 
 PIECE_BYTES = 8 << 20
 """One write. Two pieces are in use per image: one being hashed, one being written."""
+MAPPED_PIECE_BYTES = 32 << 20
+"""One write of an image that lies in memory already: between two writes of an image the disk has nothing to do."""
+FIRST_PIECE_BYTES = 4 << 20
+"""The first write of an image; the next ones are twice as large each, up to those above: the disk is to begin soon."""
 
 IMAGES_PARALLEL = 2
 IMAGES_PARALLEL_FLAT = 4
@@ -370,8 +374,18 @@ async def _write_image(
             check=check,
             notes=notes(name) if notes is not None else None,
         )
-    source = _Mapped(view)
-    return await write_image(backend, job, image.image, image.name, source, chunk_bytes, pool, check, notes)
+    return await write_image(
+        backend,
+        job,
+        image.image,
+        image.name,
+        _Mapped(view),
+        chunk_bytes,
+        pool,
+        check,
+        notes,
+        piece_bytes=MAPPED_PIECE_BYTES,
+    )
 
 
 async def write_image(
@@ -384,12 +398,14 @@ async def write_image(
     pool: ThreadPoolExecutor,
     check: Callable[[int, bytes], None] | None = None,
     notes: NotesOf | None = None,
+    *,
+    piece_bytes: int = PIECE_BYTES,
 ) -> ImageRecord:
     """Write ``source`` as the object ``name``, each piece hashed before it leaves; ``image`` is its name in the vote.
     ``check`` sees the hashes of each piece, from its first chunk's number on, before that. The writer publishes the
-    image whole or not at all."""
+    image whole or not at all. No piece has more than ``piece_bytes``, or one chunk."""
     loop = asyncio.get_running_loop()
-    pieces = list(_pieces(source.nbytes, chunk_bytes))
+    pieces = list(_pieces(source.nbytes, chunk_bytes, piece_bytes))
     chunks: list[bytes] = []
 
     def hash_piece(start: int, end: int) -> tuple[memoryview, bytes]:
@@ -400,9 +416,11 @@ async def write_image(
         return loop.run_in_executor(pool, hash_piece, *pieces[index])
 
     with writing(backend, name, step=job.step, rank=job.rank):
-        writer = await backend.open_writer(name, source.nbytes, notes(name) if notes is not None else None)
         ahead = hashed(0) if pieces else None
+        writer: Writer | None = None
         try:
+            told = notes(name) if notes is not None else None
+            writer = await backend.open_writer(name, source.nbytes, told)
             for index, (start, _) in enumerate(pieces):
                 assert ahead is not None
                 view, found = await ahead
@@ -417,18 +435,22 @@ async def write_image(
         except BaseException:
             if ahead is not None:
                 await asyncio.wait([ahead])
-            await writer.abort()
+            if writer is not None:
+                await writer.abort()
             raise
     reach("flush.image.done", name)
     joined = b"".join(chunks)
     return ImageRecord(image, source.nbytes, image_root(source.nbytes, joined), joined)
 
 
-def _pieces(nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
-    """Ranges of whole chunks, about ``PIECE_BYTES`` each; the last one is what is left."""
-    step = max(PIECE_BYTES // chunk_bytes, 1) * chunk_bytes
-    for start in range(0, nbytes, step):
-        yield start, min(start + step, nbytes)
+def _pieces(nbytes: int, chunk_bytes: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
+    """Ranges of whole chunks, from about ``FIRST_PIECE_BYTES`` to about ``piece_bytes``; the last one is what is
+    left."""
+    start, step = 0, min(FIRST_PIECE_BYTES, piece_bytes)
+    while start < nbytes:
+        end = min(start + max(step // chunk_bytes, 1) * chunk_bytes, nbytes)
+        yield start, end
+        start, step = end, min(2 * step, piece_bytes)
 
 
 def _check_sealed(

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 
 from everstep.backends.api import Backend
 from everstep.backends.errors import NotFound
+from everstep.backends.wrap import Wrapper
 from everstep.errors import CannotTell, Damaged, EverstepError, NoCheckpoint, UnknownFormat
 from everstep.format import names
 from everstep.format.manifest import Abort, Decision, Manifest, Quarantine, Tombstone
@@ -126,7 +127,7 @@ async def check(
     checkpoints = await each(steps, lambda found: _read(run, found))
     if not extent.whole:
         checkpoints.reverse()  # where not all is read, the newest is what matters most
-    images = Images(backend, run.chunk_bytes, extent, progress)
+    images = Images(_Listed(backend, run.sizes), run.chunk_bytes, extent, progress)
     for checkpoint in checkpoints:
         if isinstance(checkpoint.standing, Manifest):
             images.expect(checkpoint.standing)
@@ -144,6 +145,18 @@ async def check(
     if step is None:
         async for finding in _pins(run):
             yield finding
+
+
+class _Listed(Wrapper):
+    """The place, of whose objects a listing has told the sizes: they are not asked for one by one."""
+
+    def __init__(self, inner: Backend, sizes: Mapping[str, int]) -> None:
+        super().__init__(inner)
+        self._sizes = sizes
+
+    async def size(self, name: str) -> int:
+        found = self._sizes.get(name)
+        return await self.inner.size(name) if found is None else found
 
 
 def _fill(seen: Seen, run: _Run, images: Images) -> None:

@@ -23,7 +23,7 @@ from everstep.plan.coverage import check_coverage
 from .asking import each
 from .bases import Bases, Key, lacking
 from .catalog import list_step, read_decision, read_layout
-from .proving import bad_chunks, changed_chunk, check_record
+from .proving import bad_chunks, changed_chunk, check_images, check_record
 from .sources import DurableSource
 from .streaming import ReadInto
 
@@ -33,6 +33,9 @@ IMAGES_PARALLEL = 4
 PIECE_BYTES = 16 << 20
 
 COVERED_MAX = 64
+
+LAYOUTS_MAX = 64
+"""Layouts that are remembered: mostly all checkpoints have those of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ class Images:
         self._total = 0
         self._buffers: list[mmap.mmap] = []
         self._covered: OrderedDict[tuple[str, ...], None] = OrderedDict()
+        self._layouts: OrderedDict[str, Layout] = OrderedDict()
 
     def expect(self, manifest: Manifest) -> None:
         """Count the bytes of a checkpoint that will be checked."""
@@ -159,12 +163,24 @@ class Images:
             if found.errors:  # the layout is needed whatever the vote is
                 await source.explained(read_layout(self.backend, record.layout_hash))
             else:
-                found.layout = await source.layout(record.rank)
+                found.layout = await self._layout(source, record)
         except Pruned:
             raise
         except RunError as error:
             found.errors.append(error)
         return found
+
+    async def _layout(self, source: DurableSource, record: RankRecord) -> Layout:
+        """The rank's layout, read once for all checkpoints; its images must be those of the vote."""
+        layout = self._layouts.pop(record.layout_hash, None)
+        if layout is None:
+            layout = await source.layout(record.rank)
+        else:
+            check_images(layout, await source.records(record.rank), names.layout(record.layout_hash))
+        self._layouts[record.layout_hash] = layout
+        while len(self._layouts) > LAYOUTS_MAX:
+            self._layouts.popitem(last=False)
+        return layout
 
     async def _expected(self, record: RankRecord) -> list[ImageRecord]:
         """The images of a rank whose vote is bad, by its layout; without hashes. None that may be packed: only the

@@ -65,7 +65,7 @@ class Found:
     def pin(self, pins: Pins) -> AnyPin:
         """Pins on all slots that it lies in. SlotGone, ArenaGone, Damaged."""
         slot = pins.on(self.slot)
-        if self.kind is Kind.OWN:
+        if self.kind is not Kind.HELD:
             return slot
         return Joined(slot, {image: (pins.on(at), region) for image, (at, region) in self.elsewhere.items()})
 

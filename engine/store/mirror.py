@@ -211,10 +211,11 @@ async def standing(target: Backend, manifest: Manifest) -> Manifest | Abort | No
     """What is decided at ``target`` of the checkpoint that ``manifest`` says counts; None if nothing is."""
     number = decision_number(manifest)
     found = await list_step(target, manifest.step, manifest.incarnation)
-    if max(found.decisions, default=0) < number:
+    if not found.decisions:
         return None
     numbered = await read_numbered(target, found)
-    if numbered is not None and numbered[0] >= number:
+    # A tombstone with a lower number counts, too: what it removes may be half gone.
+    if numbered is not None and (numbered[0] >= number or isinstance(numbered[1], Tombstone)):
         stood = numbered[1]
         if isinstance(stood, (Tombstone, Quarantine)):
             why = "was removed" if isinstance(stood, Tombstone) else "is in quarantine"

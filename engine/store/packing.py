@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -35,13 +36,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("everstep.store")
 
-PIECE_BYTES = 8 << 20
-"""What is hashed, and coded, at once (whole chunks), and one write."""
+PIECE_BYTES = 4 << 20
+"""What is hashed, and coded, at once (whole chunks), and one write: little enough for what one step leaves to be in the
+caches when the next one wants it."""
 
 PIECES_AHEAD = 1
 """Pieces of an image that are coded while another one is written. So an image takes two buffers of ``PIECE_BYTES`` that
 are written, and one for the base's chunks and one for what comes out for each piece that is coded; besides, each thread
 of the pool keeps the codec's scratch."""
+
+SPARE_BYTES = 48 << 20
+"""Buffers that are kept for the next images, and flushes: those of two images at a time. Fresh memory has to be cleared
+first, which takes longer than coding what it holds."""
+
+SMALL_BYTES = 32 << 10
+"""Less is copied while the interpreter's lock is held: to have it back takes longer."""
+
+_SPARE: list[memoryview] = []
+_SPARE_LOCK = threading.Lock()
 
 R = TypeVar("R")
 
@@ -104,6 +116,7 @@ async def write_packed(
                     reach("flush.image.first", name)
             await output.put([encode_tail(len(view), chunk_bytes, rows)])
             stored = await output.finish()
+            packing.finish()
             reach("flush.packed.before", name)
             await writer.commit()
         except BaseException:
@@ -133,6 +146,23 @@ class _Coded:
     rows: list[tuple[int, int]]
     parts: list[memoryview]
     buffers: list[memoryview]
+
+
+def _take(nbytes: int) -> memoryview:
+    """A buffer with anything in it."""
+    with _SPARE_LOCK:
+        for at, spare in enumerate(_SPARE):
+            if len(spare) == nbytes:
+                return _SPARE.pop(at)
+    return aligned_buffer(nbytes)
+
+
+def _give(buffers: Sequence[memoryview]) -> None:
+    """Nobody reads or writes them any more."""
+    with _SPARE_LOCK:
+        for buffer in buffers:
+            if sum(map(len, _SPARE)) + len(buffer) <= SPARE_BYTES:
+                _SPARE.append(buffer)
 
 
 class _Packing:
@@ -187,11 +217,15 @@ class _Packing:
 
     def _buffer(self) -> memoryview:
         """For the base's chunks of a piece, or what comes out; the same few again and again."""
-        return self._free.pop() if self._free else aligned_buffer(max(PIECE_BYTES, self._chunk_bytes))
+        return self._free.pop() if self._free else _take(max(PIECE_BYTES, self._chunk_bytes))
 
     def done(self, coded: _Coded) -> None:
         """The piece was written."""
         self._free += coded.buffers
+
+    def finish(self) -> None:
+        """All of them were."""
+        _give(self._free)
 
     def _is_same(self, index: int, hashes: bytes, at: int) -> bool:
         if self._base is None:
@@ -237,7 +271,10 @@ class _Packing:
             return code, chunk
         end = 0
         for part in parts:
-            copy_bytes(room[end : end + len(part)], memoryview(part))
+            if len(part) < SMALL_BYTES:
+                room[end : end + len(part)] = part
+            else:
+                copy_bytes(room[end : end + len(part)], memoryview(part))
             end += len(part)
         return code, room[:end]
 
@@ -252,7 +289,7 @@ class _Output:
         self._writer = writer
         self._pool = pool
         self._hasher = ChunkHasher(chunk_bytes)
-        self._buffers = [aligned_buffer(PIECE_BYTES), aligned_buffer(PIECE_BYTES)]
+        self._buffers = [_take(PIECE_BYTES), _take(PIECE_BYTES)]
         self._filled = 0
         self._writing: asyncio.Future[None] | None = None
 
@@ -292,6 +329,7 @@ class _Output:
         if self._filled:
             await self._send()
         await self._wait()
+        _give(self._buffers)
         chunks = self._hasher.finish()
         nbytes = self._hasher.nbytes
         return StoredRecord(nbytes, image_root(nbytes, chunks), chunks)

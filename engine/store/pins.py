@@ -130,7 +130,7 @@ async def add_pin(
     if for_s is not None:
         if isinstance(for_s, bool) or not isinstance(for_s, (int, float)) or not 0 < for_s <= PIN_FOR_S_MAX:
             raise BadOption(
-                "a pin cannot last that long",
+                "a pin cannot last for that time",
                 found=repr(for_s),
                 expected=f"above 0, at most {PIN_FOR_S_MAX:.0f} s",
             )

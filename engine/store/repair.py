@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from everstep.backends.api import Backend
 from everstep.backends.errors import NotFound
 from everstep.backends.points import reach
-from everstep.errors import Damaged, EverstepError, RunError, SaveFailed, StorageFull
+from everstep.errors import Damaged, EverstepError, RunError, SaveFailed, StorageFull, UnknownFormat
 from everstep.format import names
 from everstep.format.layout import compress, layout_hash, proved
 from everstep.format.manifest import Abort, Manifest, Quarantine, decode_decision, encode_decision
@@ -26,7 +26,7 @@ from everstep.format.pin import decode_pin
 from everstep.format.records import decode_incarnation, decode_run
 
 from .asking import reading, writing
-from .catalog import list_step, look_at, open_vote, read_numbered
+from .catalog import StepNames, list_step, look_at, open_vote, read_decision, read_numbered
 from .commit import publish_decision, try_commit
 from .findings import Finding, Kind, Severity
 from .memories import NO_MEMORY, Memory
@@ -403,17 +403,23 @@ async def counting_manifest(place: Backend, where: Place) -> Manifest | None:
 
 
 async def quarantine(place: Backend, manifest: Manifest, reason: str) -> bool:
-    """Set a checkpoint aside that cannot be mended; whether it is, now."""
+    """Set a checkpoint aside that cannot be mended; whether it is, now: not where it does not count any more."""
     found = await list_step(place, manifest.step, manifest.incarnation)
-    number = max(found.decisions, default=0) + 1
+    try:
+        stands = await read_decision(place, found)
+    except (Damaged, UnknownFormat):
+        return False
+    if not isinstance(stands, Manifest) or stands.attempt != manifest.attempt:
+        return False
+    number = max(found.decisions) + 1
     record = Quarantine(manifest.step, manifest.incarnation, number, reason, now())
     reach("repair.quarantine.before", names.checkpoint_dir(*found.place))
     return await publish_decision(place, record, number) is None
 
 
-async def release(place: Backend, manifest: Manifest) -> bool:
-    """Take a quarantine back: the manifest counts again, as a revision above it."""
-    found = await list_step(place, manifest.step, manifest.incarnation)
-    number = max(found.decisions, default=0) + 1
+async def release(place: Backend, manifest: Manifest, found: StepNames) -> bool:
+    """Take a quarantine back, which is the last that ``found`` names: the manifest counts again, as a revision above
+    it. Whether it does: not where another process decided something meanwhile."""
+    number = max(found.decisions) + 1
     reach("repair.release.before", names.checkpoint_dir(*found.place))
     return await publish_decision(place, replace(manifest, revision=number), number) is None

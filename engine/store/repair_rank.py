@@ -106,7 +106,7 @@ class Share:
                         await self._put(name, data, f"from {holder.url}")
                     return vote
         async for data, how in remade_votes(
-            self._target, self._manifest, self._record, self._memory, chunk_bytes
+            self._target, self._manifest, self._record, self._memory, chunk_bytes, self._others
         ):
             vote = self._proved(data, name)
             if vote is not None:

@@ -26,6 +26,8 @@ log = logging.getLogger("everstep.store")
 
 REASON_CHARS_MAX = 500
 
+SET_ASIDE = "set aside: nobody has it right"
+
 PASSES_MAX = 4
 """Rounds of mending: records prove decisions, these votes, these images."""
 
@@ -202,8 +204,7 @@ async def _set_aside(place: Backend, mended: Mended, extent: Extent) -> bool:
                 break
             if done:
                 aside = True
-                how = "set aside: nobody has it right"
-                mended.done.append(Repair(name, manifest.step, manifest.incarnation, how))
+                mended.failed[name] = SET_ASIDE
     return aside
 
 
@@ -245,10 +246,11 @@ async def _release(place: Backend, mended: Mended, others: Sequence[Backend], me
             if report.done:
                 damage = await _damage_of(place, manifest, number)
         if any(_hinders(finding) for finding in damage):
+            mended.failed[names.checkpoint_dir(step, incarnation)] = SET_ASIDE
             continue
         name = names.decision(step, incarnation, max(found.decisions))
         try:
-            if await release(place, manifest):
+            if await release(place, manifest, found):
                 done.append(Repair(name, step, incarnation, "whole again: counts as before"))
         except (SaveFailed, StorageFull) as error:
             mended.failed[name] = str(error)

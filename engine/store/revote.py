@@ -5,24 +5,44 @@ from __future__ import annotations
 import asyncio
 import itertools
 import mmap
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from everstep.backends.api import Backend
 from everstep.backends.errors import NotFound
-from everstep.errors import Damaged, EverstepError, RunError, UnsupportedValue
+from everstep.errors import (
+    CannotTell,
+    Damaged,
+    EverstepError,
+    Pruned,
+    RunError,
+    UnknownFormat,
+    UnsupportedValue,
+)
 from everstep.format import names
 from everstep.format.hashing import ChunkHasher, image_root, rank_root
 from everstep.format.manifest import Manifest, RankRecord
-from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote, encode_vote, vote_of_index
+from everstep.format.vote import (
+    DELTA,
+    PACKED,
+    STATE_IMAGE,
+    ImageRecord,
+    StoredRecord,
+    Vote,
+    encode_vote,
+    vote_of_index,
+)
 
 from .asking import reading
+from .bases import Bases, PackedObject, open_table
 from .catalog import list_steps, read_layout, read_vote
+from .flush import UNBASED
 from .memories import Memory, Snapshot
 from .mirror import read_small
+from .sources import bases_at
 
 PIECE_BYTES = 8 << 20
 """One read of an image whose hashes are taken anew."""
@@ -30,7 +50,7 @@ PIECE_BYTES = 8 << 20
 NEIGHBOURS_MAX = 4
 """Votes, of other ranks and of other steps, after whose pattern the lost one is made."""
 
-FOUND_LATER = ("equal", "audit", "disagreements", "unbased")
+FOUND_LATER = ("equal", "audit", "disagreements", UNBASED)
 """Facts that a manifest has of comparing votes, and no vote."""
 
 Place = tuple[int, int, int, int]
@@ -43,11 +63,12 @@ async def remade_votes(
     record: RankRecord,
     memory: Memory,
     chunk_bytes: int,
+    others: Sequence[Backend] = (),
 ) -> AsyncIterator[tuple[bytes, str]]:
     """Bytes that may be the vote of the rank of ``record``, and of what they were made: from the vote's own index where
-    only its header is damaged; from the snapshot in this node's memory; from the images, whose hashes are taken anew,
-    and what the manifest and neighbouring votes say; from snapshots in other nodes' memory. The caller proves them.
-    Raises CannotTell."""
+    only its header is damaged; from the snapshot in this node's memory; from the images, whose hashes are taken anew
+    (of packed ones decoded, with their bases, which ``others`` may have, too), and what the manifest and neighbouring
+    votes say; from snapshots in other nodes' memory. The caller proves them. Raises CannotTell."""
     place = manifest.step, manifest.incarnation, manifest.attempt, record.rank
     with suppress(NotFound, Damaged, UnsupportedValue):  # the last: what it says cannot be of this place
         data = await read_small(target, names.vote(*place))
@@ -55,8 +76,11 @@ async def remade_votes(
         yield encode_vote(vote), "its header, from its index"
     async for found in _of_snapshots(await memory.here(manifest), manifest, record):
         yield found
-    with suppress(NotFound, Damaged):
-        images = await _hashed(target, record, place, chunk_bytes)
+    with suppress(NotFound, Damaged, UnknownFormat):
+        hashing = _Hashing(
+            target, manifest, record.rank, chunk_bytes, bases_at([target, *others], chunk_bytes)
+        )
+        images = await hashing.all_of(record)
         if sum(image.nbytes for image in images) == record.nbytes:
             neighbours = await _neighbours(target, manifest, record.rank)
             for meta in _metas(manifest, record.rank, neighbours):
@@ -85,7 +109,7 @@ def _encoded(
         attempt=manifest.attempt,
         rank=record.rank,
         world=manifest.world,
-        kind="full",
+        kind=DELTA if any(image.base is not None for image in images) else "full",
         layout_hash=record.layout_hash,
         root=rank_root(images),
         images=images,
@@ -94,29 +118,92 @@ def _encoded(
     return encode_vote(vote)
 
 
-async def _hashed(
-    target: Backend, record: RankRecord, place: Place, chunk_bytes: int
-) -> tuple[ImageRecord, ...]:
-    """The records of the rank's plain images as they lie there, good or not. Raises NotFound, Damaged."""
-    layout = await read_layout(target, record.layout_hash)
-    images = [(spec.name, spec.nbytes, names.image(*place, spec.name)) for spec in layout.images]
-    images.append((STATE_IMAGE, record.state_nbytes, names.state(*place)))
-    return tuple([await _record(target, *image, chunk_bytes) for image in images])
+@dataclass(frozen=True, slots=True)
+class _Hashing:
+    """Takes the hashes of one rank's images anew."""
 
+    target: Backend
+    manifest: Manifest
+    rank: int
+    chunk_bytes: int
+    bases: Bases
 
-async def _record(target: Backend, image: str, nbytes: int, name: str, chunk_bytes: int) -> ImageRecord:
-    hasher = ChunkHasher(chunk_bytes)
-    room = mmap.mmap(-1, PIECE_BYTES)
-    with reading(target, name):
-        there = await target.size(name)
+    async def all_of(self, record: RankRecord) -> tuple[ImageRecord, ...]:
+        """The records of the rank's images as they lie there, good or not. Raises NotFound, Damaged, UnknownFormat."""
+        layout = await read_layout(self.target, record.layout_hash)
+        found = [await self._image(spec.name, spec.nbytes) for spec in layout.images]
+        found.append(await self._plain(STATE_IMAGE, record.state_nbytes, names.state(*self._place)))
+        return tuple(found)
+
+    @property
+    def _place(self) -> Place:
+        return self.manifest.step, self.manifest.incarnation, self.manifest.attempt, self.rank
+
+    async def _image(self, image: str, nbytes: int) -> ImageRecord:
+        try:
+            return await self._packed(image, nbytes, names.packed(*self._place, image))
+        except NotFound:
+            return await self._plain(image, nbytes, names.image(*self._place, image))
+
+    async def _plain(self, image: str, nbytes: int, name: str) -> ImageRecord:
+        there = await self._size(name)
         if there < nbytes:
             raise Damaged(f"{name}: ends too early", found=there, expected=nbytes, name=name)
-        for start in range(0, nbytes, PIECE_BYTES):
-            view = memoryview(room)[: min(PIECE_BYTES, nbytes - start)]
-            await target.read_into(name, start, view)
+        chunks = await self._hashes(nbytes, lambda offset, view: self._read(name, offset, view))
+        return ImageRecord(image, nbytes, image_root(nbytes, chunks), chunks)
+
+    async def _packed(self, image: str, nbytes: int, name: str) -> ImageRecord:
+        size = await self._size(name)
+
+        async def read(offset: int, view: memoryview) -> None:
+            await self._read(name, offset, view)
+
+        chunks = await self._hashes(size, read)
+        stored = StoredRecord(size, image_root(size, chunks), chunks)
+        record = ImageRecord(image, nbytes, b"", b"", PACKED, None, stored)
+        table = await open_table(PackedObject(name, self.rank, record, self.chunk_bytes, read))
+        try:
+            if table.needs_base:
+                record = replace(record, encoding=DELTA, base=await self._base(image, name))
+            packed = PackedObject(name, self.rank, record, self.chunk_bytes, read)
+            chunks = await self._hashes(
+                nbytes, lambda offset, view: self.bases.read_into(packed, table, offset, view)
+            )
+        except (CannotTell, Pruned) as error:
+            raise Damaged(f"{name}: its base cannot be read", found=str(error), name=name) from error
+        return replace(record, root=image_root(nbytes, chunks), chunks=chunks)
+
+    async def _base(self, image: str, name: str) -> dict[str, Any]:
+        """What the vote of a delta says of its base: the one that the manifest names, by the image's root there."""
+        parent = self.manifest.parent
+        if parent is None:
+            raise Damaged(
+                f"{name} refers to a base, and has none", found="no base", expected="one", name=name
+            )
+        for source in await self.bases.sources((parent["incarnation"], parent["step"])):
+            with suppress(RunError):
+                root = (await source.records(self.rank))[image].root
+                of = {key: parent[key] for key in ("incarnation", "step", "attempt")}
+                return {**of, "root": root.hex()}
+        raise Damaged(f"{name}: its base's vote cannot be read", found="no holder", expected="one", name=name)
+
+    async def _size(self, name: str) -> int:
+        with reading(self.target, name):
+            return await self.target.size(name)
+
+    async def _read(self, name: str, offset: int, view: memoryview) -> None:
+        with reading(self.target, name):
+            await self.target.read_into(name, offset, view)
+
+    async def _hashes(self, nbytes: int, read: Callable[[int, memoryview], Awaitable[None]]) -> bytes:
+        hasher = ChunkHasher(self.chunk_bytes)
+        step = max(PIECE_BYTES // self.chunk_bytes, 1) * self.chunk_bytes
+        room = mmap.mmap(-1, step)
+        for start in range(0, nbytes, step):
+            view = memoryview(room)[: min(step, nbytes - start)]
+            await read(start, view)
             await asyncio.to_thread(hasher.update, view)
-    chunks = hasher.finish()
-    return ImageRecord(image, nbytes, image_root(nbytes, chunks), chunks)
+        return hasher.finish()
 
 
 async def _neighbours(target: Backend, manifest: Manifest, rank: int) -> list[Vote]:
@@ -156,14 +243,15 @@ def _metas(manifest: Manifest, rank: int, neighbours: Sequence[Vote]) -> Iterato
         "libraries": dict(manifest.libraries),
         "facts": facts,
     }
+    last = {UNBASED: True} if rank in manifest.facts.get(UNBASED, ()) else {}
     patterns: list[dict[str, Any]] = [vote.meta for vote in neighbours] + [said]
     for pattern in patterns:
         own = next((vote for vote in neighbours if vote.meta is pattern and vote.rank == rank), None)
         of_rank = {} if own is None else {"coordinates": own.meta.get("coordinates")}
-        here = {key: {**said, **of_rank}[key] for key in pattern if key in said}
-        rest = {key: value for key, value in pattern.items() if key not in said}
+        order = [key for key in pattern if key != UNBASED]
+        here = {**pattern, **{key: {**said, **of_rank}[key] for key in order if key in said}}
         for data, metrics in itertools.product((said["data"], pattern.get("data")), (said["metrics"], {})):
-            yield {key: {**here, **rest, "data": data, "metrics": metrics}[key] for key in pattern}
+            yield {key: {**here, "data": data, "metrics": metrics}[key] for key in order} | last
 
 
 def _coordinates(mesh: dict[str, int], rank: int) -> dict[str, int]:

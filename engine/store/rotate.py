@@ -3,10 +3,11 @@
 Announce, then look: a tombstone is published first, then dependents are looked for; whoever comes to depend
 on a checkpoint publishes that first and then re-reads the checkpoint. One of the two always sees the other.
 Dependents are incarnations that adopted it, pins, and deltas that stand on it, by their manifests, or by the votes of
-attempts that are not decided. Order within a checkpoint: tombstone, votes, images, decisions, and long after, the
-tombstone; of several that go together all tombstones come first, those of deltas before those of their bases, then one
-look for all. A crash anywhere leaves tombstones, and the next rotation finishes. Names that are not ours are never
-removed.
+attempts that are not decided. What is needed comes back by its manifest at the next number; what goes gets a second
+tombstone at that same number first, so that of several processes, however they are cut off, all come to the same.
+Order within a checkpoint: tombstone, second tombstone, votes, images, decisions, and long after, the second tombstone;
+of several that go together all tombstones come first, those of deltas before those of their bases, then one look for
+all. A crash anywhere leaves tombstones, and the next rotation finishes. Names that are not ours are never removed.
 """
 
 from __future__ import annotations
@@ -144,8 +145,8 @@ async def rotate(
 
 @dataclass(frozen=True, slots=True)
 class _Grave:
-    """A checkpoint under its tombstone. ``manifest`` is what counted before, None where votes of it may be gone:
-    then it cannot come back."""
+    """A checkpoint under its tombstone. ``manifest`` is what counted before, None where it cannot come back: a second
+    tombstone says so, or votes of it are gone."""
 
     found: StepNames
     tombstone: Tombstone
@@ -176,7 +177,7 @@ class _Rotation:
     async def finish(self, graves: Sequence[StepNames]) -> bool:
         """Go on where earlier rotations stopped; False if superseded. They may have stopped before they looked for
         dependents, but then nothing was deleted yet."""
-        for lot in _lots(graves):
+        for lot in _lots(sorted(graves, key=lambda found: found.key, reverse=True)):
             if await self.is_superseded():
                 return False
             if not await self._bring_to_an_end(await each(lot, self._old_grave), "", fresh=False):
@@ -184,8 +185,8 @@ class _Rotation:
         return True
 
     async def remove(self, wanted: Sequence[StepNames]) -> bool:
-        """Tombstones, one look, deletion; or, where something depends on one, its manifest again above the tombstone.
-        False if superseded. Deltas go before what they stand on."""
+        """Tombstones, one look, second tombstones and deletion; or, where something depends on one, its manifest again
+        above the tombstone. False if superseded. Deltas go before what they stand on."""
         for lot in _lots(sorted(wanted, key=lambda found: found.key, reverse=True)):
             graves: list[_Grave] = []
             superseded = False
@@ -228,10 +229,13 @@ class _Rotation:
         assert tombstone is not None
         manifest = await buried_under(self.backend, found, tombstone)
         if manifest is not None:
-            ranks = await voted_ranks(self.backend, *found.place, manifest.attempt)
-            if ranks != [record.rank for record in manifest.ranks]:  # votes go first
-                manifest = None
+            manifest = manifest if await self._has_votes(manifest) else None
         return _Grave(found, tombstone, manifest)
+
+    async def _has_votes(self, manifest: Manifest) -> bool:
+        """Whether all votes are there, which go first."""
+        ranks = await voted_ranks(self.backend, manifest.step, manifest.incarnation, manifest.attempt)
+        return ranks == [record.rank for record in manifest.ranks]
 
     async def _bring_to_an_end(self, graves: Sequence[_Grave], why: str, *, fresh: bool) -> bool:
         """Put back those that something depends on, delete the others; False if superseded, with all put back that
@@ -249,20 +253,43 @@ class _Rotation:
             reach("rotate.looked", names.checkpoint_dir(*graves[0].found.place))
         if superseded:
             needed = {**dict.fromkeys(whole, "a newer incarnation writes the run"), **needed}
-        await self._put_back([whole[key] for key in needed])
-        self.report.kept += sorted(needed.items())
-        await self._delete([grave for grave in graves if grave.found.key not in needed])
+        back = await self._put_back([whole[key] for key in needed])
+        self.report.kept += sorted((key, why) for key, why in needed.items() if key in back)
+        going = [await self._settle(grave) for grave in graves if grave.found.key not in needed]
+        await self._delete([grave for grave in going if grave is not None])
         return not superseded
 
-    async def _put_back(self, graves: Iterable[_Grave]) -> None:
-        """Publish the manifests again, as revisions above the tombstones: bases before what stands on them."""
+    async def _put_back(self, graves: Iterable[_Grave]) -> set[Key]:
+        """Publish the manifests again, as revisions above the tombstones: bases before what stands on them. Which of
+        them count again; the others another process removes."""
+        back: set[Key] = set()
         for grave in sorted(graves, key=lambda grave: grave.found.key):
             assert grave.manifest is not None
-            await _restore(self.backend, grave.manifest, grave.tombstone.number + 1)
-            # Another process may have decided to delete it, as a grave that it found: one of the two sees the other.
-            ranks = await voted_ranks(self.backend, *grave.found.place, grave.manifest.attempt)
-            if ranks != [record.rank for record in grave.manifest.ranks]:
+            _, stands = await _decide_above(self.backend, grave.tombstone, grave.manifest)
+            reach("rotate.put_back", names.checkpoint_dir(*grave.found.place))
+            if not isinstance(stands, Manifest):
+                continue
+            if self.backend.capabilities.atomic_create or await self._has_votes(grave.manifest):
+                back.add(grave.found.key)
+            else:  # another process settled that it goes, at the same moment
                 await self._bury_again(await list_step(self.backend, *grave.found.place))
+        return back
+
+    async def _settle(self, grave: _Grave) -> _Grave | None:
+        """The grave once nobody can put it back any more: under a second tombstone. None where another process put it
+        back, or decided otherwise, first."""
+        if grave.manifest is None:
+            return grave
+        number, stands = await _decide_above(
+            self.backend, grave.tombstone, replace(grave.tombstone, created=now())
+        )
+        reach("rotate.settled", names.checkpoint_dir(*grave.found.place))
+        if not isinstance(stands, Tombstone):
+            self.report.kept.append((grave.found.key, "another process decided something about it"))
+            return None
+        above = range(grave.tombstone.number, number + 1)
+        found = replace(grave.found, decisions=tuple(sorted({*grave.found.decisions, *above})))
+        return replace(grave, found=found, tombstone=stands)
 
     async def _bury_again(self, found: StepNames) -> Tombstone | None:
         """A tombstone above the manifest of a checkpoint that was put back and whose votes are gone: the one that is on
@@ -279,8 +306,10 @@ class _Rotation:
         return None
 
     async def _still_buried(self, graves: Sequence[_Grave]) -> list[_Grave]:
-        """The graves, whose votes are deleted, as they are now: what another process put back meanwhile, for it saw it
-        whole, is buried again."""
+        """The graves, whose votes are deleted, as they are now. Where two may create one name, another process may have
+        put one back, for it saw it whole: it is buried again."""
+        if self.backend.capabilities.atomic_create:
+            return list(graves)
         there = {found.place: found for found in await list_steps(self.backend)} if graves else {}
         result = []
         for grave in graves:
@@ -300,7 +329,7 @@ class _Rotation:
             (*grave.found.place, attempt)
             for grave in graves
             for attempt in grave.found.attempts
-            if attempt < grave.tombstone.number
+            if attempt <= grave.tombstone.number
         ]
         await delete_attempts(self.backend, attempts, self.report)
         graves = await self._still_buried(graves)
@@ -371,16 +400,24 @@ def _nothing_newer(look: Look, key: Key) -> str:
     return f"{who}, and nothing newer is complete"
 
 
-async def _restore(backend: Backend, manifest: Manifest, number: int) -> None:
-    """Publish the manifest again, as a revision above the tombstone."""
-    for above in range(number, number + PUBLISH_TRIES_MAX):
-        stood = await publish_decision(backend, replace(manifest, revision=above), above)
-        if stood is None or isinstance(stood, Manifest):
-            return
-    name = names.checkpoint_dir(manifest.step, manifest.incarnation)
+async def _decide_above(
+    backend: Backend, tombstone: Tombstone, wanted: Manifest | Tombstone
+) -> tuple[int, Decision]:
+    """Publish ``wanted`` at the first number above the tombstone at which no attempt was given up; the number, and what
+    stands there. Whoever puts a checkpoint back and whoever removes it meet at the same one."""
+    for number in range(tombstone.number + 1, tombstone.number + 1 + PUBLISH_TRIES_MAX):
+        decision: Decision
+        if isinstance(wanted, Manifest):
+            decision = replace(wanted, revision=number)
+        else:
+            decision = replace(wanted, number=number)
+        stood = await publish_decision(backend, decision, number)
+        if not isinstance(stood, Abort):
+            return number, stood or decision
+    name = names.checkpoint_dir(tombstone.step, tombstone.incarnation)
     raise CannotTell(
-        f"{name}: the manifest could not be put back above its tombstone",
-        found=f"{PUBLISH_TRIES_MAX} times another decision was there first",
+        f"{name}: nothing could be decided above its tombstone",
+        found=f"{PUBLISH_TRIES_MAX} attempts were given up there",
         hint="Rotate again",
         name=name,
     )

@@ -155,7 +155,8 @@ def _seen(manifest: Manifest, tombstone: Tombstone | None) -> Seen:
 
 
 async def buried_under(backend: Backend, found: StepNames, tombstone: Tombstone) -> Manifest | None:
-    """The manifest that counted before the tombstone; None where there is none that can be read."""
+    """The manifest that counted before the tombstone; None where there is none that can be read, and where this is a
+    second tombstone, under which it never comes back."""
     for number in reversed([number for number in found.decisions if number < tombstone.number]):
         try:
             decision = await read_decision_at(backend, *found.place, number)
@@ -163,6 +164,8 @@ async def buried_under(backend: Backend, found: StepNames, tombstone: Tombstone)
             return None
         if isinstance(decision, Manifest):
             return decision
+        if isinstance(decision, Tombstone):
+            return None
     return None
 
 

@@ -20,7 +20,7 @@ from everstep.format.packed import Table
 from everstep.format.vote import STATE_IMAGE, ImageRecord, Vote
 
 from .asking import SMALL_BYTES_MAX, reading
-from .bases import Bases, Finder, Key, PackedObject, open_table
+from .bases import Bases, Fetched, Finder, Key, PackedObject, open_table
 from .catalog import decode_layout, list_step, open_vote, read_decision, read_layout_bytes, read_numbered
 from .flush import IMAGE_REGION, LAYOUT_REGION, META_REGION, image_names, read_meta
 from .proving import check_chunks, check_images, check_record, check_size, check_vote
@@ -117,6 +117,16 @@ class Scattering(Protocol):
         ...
 
 
+@runtime_checkable
+class Fetching(Protocol):
+    """A source that can give a packed image as it is stored."""
+
+    async def fetch(self, rank: int, image: str, offset: int, nbytes: int, buffer: memoryview) -> Fetched:
+        """What the whole chunks from ``offset`` on are decoded from, in ``buffer``, which is page-aligned and of
+        :func:`.bases.fetched_room`. Raises as :meth:`Source.read_into` does."""
+        ...
+
+
 class DurableSource:
     """A checkpoint on a backend, as its manifest names it."""
 
@@ -172,10 +182,18 @@ class DurableSource:
         self._expected[key] = _started(read_layout_bytes(self.backend, key))
         records = await self.records(rank)
         self._expected[rank] = _started(self._read_state(rank))
-        for image in records.keys() - {STATE_IMAGE}:
+        images = records.keys() - {STATE_IMAGE}
+        for image in images:
             name = self.locate(rank, image)
             self._sizes[name] = _started(self._read_size(name))
-        await asyncio.wait([*self._expected.values(), *self._sizes.values()])
+        # What decodes an image, if it is packed: its table, and its base's vote.
+        tables = [_started(self._packed(rank, image)) for image in images]
+        bases = [
+            _started(self.explained(self.bases.check(records[image], rank, self.locate(rank, image))))
+            for image in images
+            if records[image].base is not None
+        ]
+        await asyncio.wait([*self._expected.values(), *self._sizes.values(), *tables, *bases])
 
     async def _read_layout(self, key: str) -> Layout:
         async def read() -> Layout:
@@ -214,6 +232,11 @@ class DurableSource:
             await self._read_plain(rank, image, offset, view)
         else:
             await self.explained(self.bases.read_into(*packed, offset, view))
+
+    async def fetch(self, rank: int, image: str, offset: int, nbytes: int, buffer: memoryview) -> Fetched:
+        packed = await self._packed(rank, image)
+        assert packed is not None  # who has the record has seen that
+        return await self.explained(self.bases.fetch(*packed, offset, nbytes, buffer))
 
     async def read_chained(
         self, rank: int, image: str, offset: int, view: memoryview, spare: memoryview, depth: int

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from everstep.agent import main, places, protocol, spawn
+from everstep.agent import link, main, places, protocol, spawn
 from everstep.agent.client import fetch_arenas
 from everstep.agent.link import Link, State
 from everstep.agent.values import AgentSettings
@@ -60,6 +60,39 @@ def test_of_processes_that_stand_by_for_a_node_one_serves(place: Place) -> None:
     assert sorted(outcomes) == [spawn.READY, spawn.TAKEN]
     agent = place.agent()
     assert agent is not None and (agent.pid == pid) == (outcomes[0] == spawn.READY)
+
+
+def test_who_is_patient_leaves_the_start_to_another_process(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.incarnation(world=2)
+    begun, looks = [], []
+    begin, connect = spawn.start, places.connect
+
+    def start(settings: AgentSettings, standby: spawn.Standby | None = None) -> spawn.Start:
+        begun.append(begin(settings, standby))
+        return begun[-1]
+
+    def look(directory: Path) -> Any:
+        looks.append(directory)
+        if len(looks) == 3:  # the other one comes to it
+            begin(place.settings)
+        return connect(directory)
+
+    monkeypatch.setattr(spawn, "start", start)
+    monkeypatch.setattr(places, "connect", look)
+    second = Trainer.make(place, 1, 2).connect(patient=True)
+    assert begun == [] and second.agent.agent_pid is not None
+    second.agent.bye(timeout_s=10)
+
+
+def test_patience_has_an_end(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.incarnation(world=2)
+    monkeypatch.setattr(link, "PATIENCE_S", 0.1)
+    began = time.monotonic()
+    second = Trainer.make(place, 1, 2).connect(patient=True)
+    assert time.monotonic() - began > 0.1 and second.agent.agent_pid is not None
+    second.agent.bye(timeout_s=10)
 
 
 def test_who_stood_by_is_an_agent_in_the_environment_of_then(

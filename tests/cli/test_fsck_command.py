@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -107,13 +108,28 @@ def test_without_repair_nothing_is_written(run: Path, made_run: Path) -> None:
 def test_repair_without_any_other_place_sets_aside(run: Path) -> None:
     damaged_image(run)
     said = everstep("fsck", run, "--repair")
-    assert said.code == 1
+    assert said.code == 4
     assert "set aside" in said.out
-    assert "clean, after repairs" in said.out
+    assert said.out.endswith(f"{run}: DAMAGED\n")
     listed = everstep("ls", run, "--json").json
     assert LATER_STEP not in [c["step"] for c in listed["checkpoints"]]
     assert (listed["aside"], listed["removing"]) == ([{"step": LATER_STEP, "incarnation": 2}], [])
     assert "1 checkpoint is set aside as damaged" in everstep("ls", run).out
+
+
+def test_what_is_set_aside_is_damage_left_until_it_is_mended_or_let_go(run: Path, made_run: Path) -> None:
+    damaged_image(run)
+    assert everstep("fsck", run, "--repair").code == 4
+    for args in ([], ["--repair"], ["--quick"]):
+        said = everstep("fsck", run, *args)
+        assert said.code == 4 and f"cannot be loaded: {LATER_STEP} (incarnation 2)" in said.out, args
+    asides = run.with_name("asides")
+    shutil.copytree(run, asides)
+    assert everstep("fsck", run, "--tier", made_run, "--repair").code == 1
+    assert everstep("fsck", run).code == 0
+    # Nothing stands on it: whoever gives it up removes its directory.
+    shutil.rmtree(asides / names.checkpoint_dir(LATER_STEP, 2))
+    assert everstep("fsck", asides).code == 0
 
 
 def test_a_sample_is_told_with_its_seed_and_reads_less(made_run: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from everstep.codec import classes, planes
+from everstep.codec import classes, planes, probe
 from everstep.codec.chunk import decode_chunk, encode_chunk
 from everstep.codec.constants import (
     CONTEXTS_MAX,
@@ -23,6 +23,7 @@ from everstep.codec.constants import (
     SCALE_BITS,
     XOR,
 )
+from everstep.codec.scratch import reuse
 from everstep.codec.segments import Segment
 
 KERNEL = planes._kernel
@@ -114,16 +115,16 @@ def test_classes(monkeypatch: pytest.MonkeyPatch, item: int, transform: int) -> 
             rng.integers(0, 1 << 63, count) >> rng.integers(0, 64, count)
         ).astype(f"<u{item}")
         new = np.where(rng.random(count) < 0.3, base.view(f"<u{item}"), words).view(np.uint8)
-        low, lowest = both(monkeypatch, lambda b=base: classes.window(b, item))
-        assert low == lowest
-        contexts = int(rng.integers(1, CONTEXTS_MAX + 1))
-        setting = classes.Setting(transform, item, classes.SHIFTS[item], int(low), contexts)  # type: ignore[call-overload]
-        fast, plain = coded_both_ways(monkeypatch, new, base, setting)
-        for one, other in zip(fast, plain, strict=True):
-            np.testing.assert_array_equal(one, other)
-        _, _, _, bits, _, frequencies, states, words_ = plain
-        stream = np.concatenate([states, words_])
-        for damage in (None, 0, stream.size - 1):
+        low, contexts = int(rng.integers(256)), int(rng.integers(1, CONTEXTS_MAX + 1))
+        setting = classes.Setting(transform, item, classes.SHIFTS[item], low, contexts)
+        fast, plain = both(monkeypatch, lambda n=new, b=base, s=setting: coded(n, b, s))
+        assert fast == plain
+        most, weights, words, bits = plain  # type: ignore[misc]
+        table = np.zeros((contexts, 256), np.uint8)
+        table[:, : most + 1] = np.frombuffer(weights, np.uint8).reshape(contexts, most + 1)
+        frequencies = classes.frequencies_of(table)
+        stream, bits = np.frombuffer(words, np.uint8), np.frombuffer(bits, np.uint8)
+        for damage in (None, 3, stream.size - 1):  # the low bytes of a state may say another class, too
             given = stream.copy()
             if damage is not None:
                 given[damage] ^= 1
@@ -134,29 +135,11 @@ def test_classes(monkeypatch: pytest.MonkeyPatch, item: int, transform: int) -> 
                 assert damage is not None or (out == new).all()
 
 
-def coded_both_ways(monkeypatch: pytest.MonkeyPatch, new: Any, base: Any, setting: Any) -> tuple[Any, Any]:
-    """All that becomes of a block, by the kernel and without."""
-
-    def code() -> tuple[Any, ...]:
-        found = classes.classify(new, base, setting)
-        table = np.arange(found.marks.size + 1, dtype=np.int64) ** 2
-        weights = classes.weights_of(found.counts)
-        frequencies = classes.frequencies_of(weights)
-        opened = np.array(classes.open_bits(found.counts, table))
-        states, words = classes.encode(found.marks, frequencies)
-        parts = (
-            found.counts,
-            found.marks,
-            np.array(found.nbits),
-            found.bits,
-            opened,
-            frequencies,
-            states,
-            words,
-        )
-        return tuple(part.copy() for part in parts)
-
-    return both(monkeypatch, code)  # type: ignore[return-value]
+def coded(new: Any, base: Any, setting: Any) -> tuple[Any, ...]:
+    """All that becomes of a block."""
+    reuse()
+    most, *parts = classes.code(new, base, setting)
+    return most, *(part.tobytes() for part in parts)
 
 
 def decoded(
@@ -164,6 +147,34 @@ def decoded(
 ) -> tuple[bool, Any]:
     out = np.empty(nbytes, np.uint8)
     return classes.declassify(stream, bits, frequencies, base, setting, out), out
+
+
+@needs_kernel
+@pytest.mark.parametrize("item", [1, 2, 4, 8])
+def test_looks(monkeypatch: pytest.MonkeyPatch, item: int) -> None:
+    """At blocks of less than a sample, of just one, and of more; with and without classes."""
+    rng = np.random.default_rng(item)
+    for count, share in itertools.product((*COUNTS[1:], 100_003), (0.01, 0.5, 1)):
+        base = rng.integers(0, 256, count * item, np.uint8)
+        other = base.view(f"<u{item}") + rng.integers(1, 200, count).astype(f"<u{item}")
+        new = np.where(rng.random(count) < share, other, base.view(f"<u{item}")).view(np.uint8)
+        for setting in (None, probe._setting(item, "int"), probe._setting(item, "float")):
+            fast, plain = both(monkeypatch, lambda n=new, b=base, s=setting: probe._look(n, b, item, s))
+            assert fast == plain
+
+
+@needs_kernel
+@pytest.mark.parametrize(("total", "each"), list(itertools.product(range(54, 59), (2, 4, 8))))
+def test_neighbours_whose_bits_just_fit(monkeypatch: pytest.MonkeyPatch, total: int, each: int) -> None:
+    """Two, four or eight numbers have about as many bits together as the kernel puts at once."""
+    rng = np.random.default_rng(total)
+    count = 20_003
+    lengths = np.resize([(total + i) // each for i in range(each)], count)
+    base = rng.integers(0, 256, count * 4, np.uint8)
+    words = base.view("<u4") + (rng.integers(1 << 31, 1 << 32, count) >> (29 - lengths)).astype("<u4")
+    setting = classes.Setting(INT_CLASSES, 4, 0, 0, 1)
+    fast, plain = both(monkeypatch, lambda: coded(words.view(np.uint8), base, setting))
+    assert fast == plain
 
 
 @needs_kernel
@@ -228,8 +239,7 @@ def test_the_kernel_looks_at_sizes_itself() -> None:
     """A wrong call is an exception, never a read or a write outside."""
     bytes_ = np.zeros(16, np.uint8)
     room = np.zeros(15, np.uint8)
-    counts, slots = np.ones(256, np.uint32), np.zeros(CONTEXTS_MAX << SCALE_BITS + 2, np.uint8)
-    marks, even = np.zeros(4, np.uint16), np.full(256, 16, np.uint16)
+    slots, even = np.zeros(CONTEXTS_MAX << SCALE_BITS + 2, np.uint8), np.full(256, 16, np.uint16)
     wrong = [
         lambda: KERNEL.split(bytes_, None, XOR, 4, False, bytes_.copy()),
         lambda: KERNEL.split(bytes_, room, XOR, 4, False, bytes_.copy()),
@@ -250,23 +260,7 @@ def test_the_kernel_looks_at_sizes_itself() -> None:
         lambda: KERNEL.changed(bytes_, room, 1, room[:2].copy()),
         lambda: KERNEL.changed(bytes_, bytes_, 1, room[:1].copy()),
         lambda: KERNEL.changed(bytes_, bytes_, 3, room[:1].copy()),
-        lambda: KERNEL.window(bytes_, 4, 32),
-        lambda: KERNEL.window(room, 4, 1),
-        lambda: KERNEL.open_bits(counts, np.zeros(4, np.int64)),
-        lambda: KERNEL.open_bits(counts[:5], np.zeros(99, np.int64)),
-        lambda: KERNEL.classify(bytes_, bytes_, 5, 4, 23, 0, 1, counts, room[:8].copy(), room.copy()),
-        lambda: KERNEL.classify(
-            bytes_, bytes_, 5, 4, 23, 0, 17, counts, room[:8].copy(), np.zeros(32, np.uint8)
-        ),
-        lambda: KERNEL.classify(
-            bytes_, bytes_, 2, 4, 23, 0, 1, counts, room[:8].copy(), np.zeros(32, np.uint8)
-        ),
-        lambda: KERNEL.weights(counts, room.copy()),
         lambda: KERNEL.frequencies(np.zeros(256, np.uint8), np.zeros(255, np.uint16)),
-        lambda: KERNEL.encode(marks, 8, even + 1, marks.copy(), np.zeros(8, np.uint32)),
-        lambda: KERNEL.encode(marks, 9, even, marks.copy(), np.zeros(9, np.uint32)),
-        lambda: KERNEL.encode(marks, 8, even, marks[:3].copy(), np.zeros(8, np.uint32)),
-        lambda: KERNEL.encode(marks + 4096, 8, even, marks.copy(), np.zeros(8, np.uint32)),
         lambda: KERNEL.declassify(bytes_, 8, room, even, bytes_, 5, 4, 23, 0, 1, slots, bytes_.copy()),
         lambda: KERNEL.declassify(slots, 8, room, even, room, 5, 4, 23, 0, 1, slots, bytes_.copy()),
         lambda: KERNEL.declassify(slots, 8, room, even, bytes_, 5, 4, 23, 0, 2, slots, bytes_.copy()),
@@ -279,3 +273,38 @@ def test_the_kernel_looks_at_sizes_itself() -> None:
     assert KERNEL.fill(room[:1], room[:0], bytes_.copy()) is False
     assert KERNEL.pick(bytes_, room[:1], 1, room[:0].copy()) is False
     assert KERNEL.place(bytes_, room[:1], 1, bytes_.copy()) is False
+
+
+@needs_kernel
+def test_looking_and_coding_look_at_sizes_too() -> None:
+    bytes_, room = np.zeros(16, np.uint8), np.zeros(15, np.uint8)
+    rows, table, marks, out = (
+        np.zeros(99, np.int64),
+        np.zeros(256, np.uint8),
+        np.zeros(8, np.uint8),
+        np.zeros(72, np.uint8),
+    )
+    looked, coded = KERNEL.look, KERNEL.code
+    assert coded(bytes_, bytes_, 5, 4, 23, 0, 1, 8, table, marks, marks.copy(), out) == (0, 0, 32)
+    wrong = [
+        lambda: looked(bytes_, room, 5, 4, 23, 1, 8, 256, rows),
+        lambda: looked(bytes_, bytes_, 5, 4, 32, 1, 8, 256, rows),
+        lambda: looked(bytes_, bytes_, 5, 4, 23, 17, 8, 256, rows),
+        lambda: looked(bytes_, bytes_, 2, 4, 23, 1, 8, 256, rows),
+        lambda: looked(bytes_, bytes_, 0, 3, 23, 1, 8, 256, rows),
+        lambda: looked(bytes_, bytes_, 0, 4, 23, 1, 9, 256, rows),
+        lambda: looked(bytes_, bytes_, 0, 4, 23, 1, 0, 256, rows),
+        lambda: looked(bytes_, bytes_, 0, 4, 23, 1, 8, 256, rows[:4]),
+        lambda: coded(bytes_, room, 5, 4, 23, 0, 1, 8, table, marks, marks, out),
+        lambda: coded(bytes_, bytes_, 5, 4, 23, 0, 17, 8, table, marks, marks, out),
+        lambda: coded(bytes_, bytes_, 2, 4, 23, 0, 1, 8, table, marks, marks, out),
+        lambda: coded(bytes_, bytes_, 5, 4, 23, 256, 1, 8, table, marks, marks, out),
+        lambda: coded(bytes_, bytes_, 5, 4, 23, 0, 1, 9, table, marks, marks, out),
+        lambda: coded(bytes_, bytes_, 5, 4, 23, 0, 2, 8, table, marks, marks, out),
+        lambda: coded(bytes_, bytes_, 5, 4, 23, 0, 1, 8, table, marks[1:], marks, out),
+        lambda: coded(bytes_, bytes_, 5, 4, 23, 0, 1, 8, table, marks, marks[1:], out),
+        lambda: coded(bytes_, bytes_, 5, 4, 23, 0, 1, 8, table, marks, marks, out[1:]),
+    ]
+    for call in wrong:
+        with pytest.raises(ValueError):
+            call()

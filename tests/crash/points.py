@@ -100,6 +100,8 @@ KILLS = [
     Kill("link.after", f"{REMOVED}/manifest-2", (4, 6)),
     Kill("rotate.tombstoned", REMOVED, (4, 6)),
     Kill("rotate.looked", REMOVED, (4, 6)),
+    Kill("link.after", f"{REMOVED}/manifest-3", (4, 6)),
+    Kill("rotate.settled", REMOVED, (4, 6)),
     Kill("unlink.before", f"{REMOVED}/a1/rank-00000.vote", (4, 6)),
     Kill("unlink.after", f"{REMOVED}/a1/rank-00000.vote", (4, 6)),
     Kill("rotate.deleted.votes", REMOVED, (4, 6)),
@@ -119,6 +121,7 @@ _REPAIR = "an operator's, cut off at each of them: tests/repair/test_repair.py"
 _PEERS = "between agents of several nodes: tests/peers and tests/nodes"
 ELSEWHERE = {
     "pin.published": "an operator's or reader's: tests/shelves/test_pins.py",
+    "rotate.put_back": "of what somebody came to need meanwhile: tests/shelves/test_two_rotations.py",
     "rotate.deleted.tombstone": "a tombstone stays for an hour: tests/store/test_crash.py",
     "flush.packed.before": _DELTA,
     **dict.fromkeys([f"merge.{what}" for what in ("begun", "voted", "decided", "told", "settled")], _DELTA),

@@ -129,11 +129,11 @@ async def save(
     return decision
 
 
-async def merge(backend: Backend, manifest: Manifest) -> Manifest:
-    """A synthetic full of the checkpoint."""
+async def merge(backend: Backend, manifest: Manifest, source: DurableSource | None = None) -> Manifest:
+    """A synthetic full of the checkpoint, read from ``source`` (by default from where it is written)."""
     run = await open_run(backend)
     attempt, _ = await next_attempt(backend, manifest.step, manifest.incarnation)
-    source = source_of(backend, manifest)
+    source = source or source_of(backend, manifest)
     with ThreadPoolExecutor(2) as pool:
         for rank in range(manifest.world):
             job = FlushJob(manifest.step, manifest.incarnation, attempt, rank, manifest.world)

@@ -11,7 +11,7 @@ import torch
 from tests.facade.kit import forget_memory, torchrun, until
 from tests.nvme.kit import staged
 
-from .runs_kit import Adapter, chain, deltas, is_bit_equal, merged, stands
+from .runs_kit import Adapter, chain, deltas, is_bit_equal, merged, stands, train
 
 JOB = """
 from tests.delta.runs_kit import *
@@ -146,6 +146,42 @@ def test_the_nodes_own_tier_keeps_bases(root: Path, tmp_path: Path) -> None:
     assert staged(near) == [full, 7]
     whole.rename(image)
     assert is_bit_equal(root, 7, work)
+
+
+@pytest.mark.parametrize("where", ["near", "root", "both"])
+def test_a_merge_beside_a_damaged_base(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """One whole holder is enough for a full that is right; without one the delta stays, and the trainer is told."""
+    calm: list[bool] = []
+    monkeypatch.setattr("everstep.agent.tiers.Tiers.is_recovering", lambda self: not calm)
+    near, work = tmp_path / "near", Adapter()
+    tiers = [everstep.Tier(near, scope="node", keep_last=1000)]
+    ckpt = deltas(root, tiers=tiers, full_every=None, max_chain=2)
+    ckpt.load(work.at(0))
+    train(ckpt, work, range(1, 9))
+    (merging, *_) = ckpt.status()["agent"]["merging"]
+    base = stands(root)[merging].base
+    assert base is not None
+    whole: dict[Path, bytes] = {}
+    for place in {"near": [near], "root": [root], "both": [near, root]}[where]:
+        (image,) = place.glob(f"checkpoints/{base:09d}/*/a1/*.safetensors")
+        data = whole[image] = image.read_bytes()
+        image.write_bytes(data[:9000] + bytes([data[9000] ^ 1]) + data[9001:])
+    calm.append(True)
+    until(lambda: not ckpt.status()["agent"]["merging"], "all merges are over")
+    if where == "both":
+        with pytest.warns(RuntimeWarning, match=f"step {merging}.*{base:09d}"):
+            ckpt.step(9, work.at(9))
+        assert stands(root)[merging][:3] == ("delta", base, 1)
+        assert not list((root / "checkpoints" / f"{merging:09d}").glob("*/a2/*.vote"))
+    else:
+        assert stands(root)[merging][:3] == ("full", None, 2)
+        assert is_bit_equal(root, merging, work)  # by itself: what is damaged is so still
+    for image, data in whole.items():
+        image.write_bytes(data)
+    ckpt.close()
+    assert all(is_bit_equal(root, step, work) for step in stands(root))
 
 
 def test_through_the_nodes_own_tier(root: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from everstep.store.leftovers import collect_leftovers
 from everstep.store.mirror import conclude, copy_records, mend_rank, mirror_rank, missing_ranks
 from everstep.store.rotate import rotate
 from everstep.store.runs import open_run
-from everstep.store.sources import DurableSource
+from everstep.store.sources import DurableSource, bases_at
 from everstep.store.staged import bases_near, claim, near_source, upload_rank
 
 from tests.golden import test_golden as golden
@@ -223,6 +223,49 @@ def test_a_merge_of_damage_writes_no_vote(tmp_path: Path) -> None:
             await kit.merge(backend, delta)
         assert caught.value.name == names.image(1, 1, 1, 0, "model")
         assert not (tmp_path / "run" / names.vote(2, 1, 2, 0)).exists()
+
+    kit.on(tmp_path, work)
+
+
+@pytest.mark.parametrize("far", [3, 9, None], ids=["another chunk", "the same chunk", "no chunk"])
+def test_a_merge_reads_what_is_damaged_of_a_base_from_the_next_holder(
+    tmp_path: Path, far: int | None
+) -> None:
+    """Chunk by chunk, the nearest first; where nobody has one right there is no full, and the delta counts."""
+    near, base = 9, names.image(1, 1, 1, 0, "model")
+
+    def damage(place: str, chunk: int) -> None:
+        path = tmp_path / place / base
+        data = bytearray(path.read_bytes())
+        data[chunk * kit.CHUNK + 7] ^= 1
+        path.write_bytes(data)
+
+    async def work(backend: LocalBackend) -> None:
+        _, delta = await two(backend)
+        later = [kit.sparse(data, 3) for data in CHANGED]
+        third = await kit.save(backend, 3, later, kit.source_of(backend, delta))
+        shutil.copytree(tmp_path / "run", tmp_path / "far")
+        damage("run", near)
+        if far is not None:
+            damage("far", far)
+        other = LocalBackend(tmp_path / "far")
+        bases = bases_at([backend, other], kit.CHUNK)
+        source = DurableSource(backend, delta, kit.CHUNK, bases=bases)
+        if far == near:
+            with pytest.raises(Damaged) as caught:
+                await kit.merge(backend, delta, source)
+            assert (caught.value.name, caught.value.fields["offset"]) == (base, near * kit.CHUNK)
+            assert not (tmp_path / "run" / names.vote(2, 1, 2, 0)).exists()
+            assert await read_decision(backend, await list_step(backend, 2, 1)) == delta
+        else:
+            full = await kit.merge(backend, delta, source)
+            for rank, data in enumerate(CHANGED):
+                for name, image in data.items():
+                    assert (tmp_path / "run" / names.image(2, 1, 2, rank, name)).read_bytes() == image
+            shutil.rmtree(tmp_path / "run" / names.checkpoint_dir(1, 1))
+            assert (await kit.load([kit.source_of(backend, full)], CHANGED)).fallbacks == []
+            await kit.load([kit.source_of(backend, third)], later)
+        await other.close()
 
     kit.on(tmp_path, work)
 

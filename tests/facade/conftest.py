@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import everstep.agent.client
+import everstep.agent.inline
 import everstep.opened
 import pytest
 from everstep.agent.inline import InlineAgent
@@ -48,7 +48,7 @@ def storage(monkeypatch: pytest.MonkeyPatch) -> Storage:
     """Storage of the inline agents, which fails on command."""
     made = Storage()
     monkeypatch.setattr(
-        everstep.agent.client, "InlineAgent", functools.partial(InlineAgent, open_backend=made.open)
+        everstep.agent.inline, "InlineAgent", functools.partial(InlineAgent, open_backend=made.open)
     )
     return made
 

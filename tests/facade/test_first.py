@@ -16,10 +16,12 @@ import everstep
 import pytest
 import torch
 from everstep.agent import places, spawn
-from everstep.errors import AgentError, MemoryTooSmall
+from everstep.errors import AgentError, MemoryTooSmall, UnsupportedValue
 from everstep.memory.arena import Arena
 from everstep.memory.mapping import Mapping
 from everstep.memory.process import Process
+from everstep.snapshot import copier
+from everstep.snapshot.views import build_destinations
 
 from .kit import SOON_S, Script, opened, steps_on_disk, until
 
@@ -80,6 +82,54 @@ def test_after_load_the_agent_is_there_and_the_slots_have_their_memory(root: Pat
         (log,) = (root.parent / "runtime").rglob(places.LOG)
         assert os.readlink(f"/proc/{process.pid}/fd/2") == str(log)
         assert os.getpriority(os.PRIO_PROCESS, process.pid) >= 10
+    assert steps_on_disk(root) == [1]
+
+
+def test_the_first_save_finds_its_layout_made_and_another_structure_is_seen(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def build(layout: Any, *more: Any) -> Any:
+        made.append(len(layout.entries))
+        return build_destinations(layout, *more)
+
+    monkeypatch.setattr(copier, "build_destinations", build)
+    state = {f"w{i}": torch.full((3,), float(i)) for i in range(20)}
+    with opened(root) as ckpt:
+        ckpt.load({"part": state})
+        assert made == [20]
+        ckpt.save(1, {"part": state}).wait()
+        assert made == [20], "all was there"
+    assert everstep.load(root)["part"]["w7"].eq(7).all()
+    for name, change in (("more", {"x": torch.ones(2)}), ("other", {"w3": torch.ones(2, dtype=torch.int8)})):
+        other = root.with_name(name)
+        with opened(other) as ckpt:
+            ckpt.load({"part": state})
+            ckpt.save(1, {"part": {**state, **change}}).wait()
+        found = everstep.load(other)["part"]
+        for key, value in {**state, **change}.items():
+            assert found[key].dtype == value.dtype and found[key].equal(value)
+
+
+def test_who_loads_and_never_saves_keeps_no_memory_mapped(root: Path) -> None:
+    ckpt = opened(root)
+    ckpt.load({"w": torch.zeros(3 << 20)})
+    gone: list[bool] = []
+    assert ckpt._tier is not None
+    ckpt._tier.arena.on_unmap(lambda: gone.append(True))
+    ckpt.close()
+    assert gone == [True]
+
+
+def test_what_cannot_be_stored_is_told_by_the_save(root: Path) -> None:
+    state: dict[str, Any] = {"w": torch.zeros(3), "odd": object()}
+    with opened(root, memory={"bytes": 1 << 20}) as ckpt:
+        ckpt.load(state)
+        with pytest.raises(UnsupportedValue, match="odd"):
+            ckpt.save(1, state)
+        del state["odd"]
+        ckpt.save(1, state).wait()
     assert steps_on_disk(root) == [1]
 
 
@@ -234,6 +284,18 @@ def test_it_ends_with_its_trainer_even_if_that_leaves_children(
     gone(process)
     until((root.parent / "left").exists, "a child that is left behind")
     run.go_on()
+
+
+def test_one_process_of_a_node_has_it_and_it_loads_what_the_root_needs(
+    root: Path, starts: Starts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with opened(root, agent="process") as ckpt:
+        assert ckpt._standby is None and starts == []
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with everstep.Checkpointer("s3://bucket/run", storage_options={"anon": True}) as ckpt:
+        standing_by(ckpt)
+        assert starts[0][-2:] == ["--standby", "--load=s3"]
 
 
 def test_one_that_was_lost_is_no_loss(root: Path, starts: Starts) -> None:

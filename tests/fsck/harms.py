@@ -364,6 +364,43 @@ def _three(root: Path) -> None:
 PACKED_VOTE, PACKED_STATE = names.vote(*place(PACKED), 0), names.state(*place(PACKED), 0)
 
 
+harm("a packed image's vote missing", ("damage", "missing", PACKED_VOTE), alone=MENDED, hurts=(PACKED,))(
+    removes(PACKED_VOTE)
+)
+DELTA_VOTE = names.vote(*place(DELTA), 0)
+harm("a delta's vote missing", ("damage", "missing", DELTA_VOTE), alone=MENDED, hurts=(DELTA,))(
+    removes(DELTA_VOTE)
+)
+
+
+@harm(
+    "a delta's vote missing, and its base's",
+    ("damage", "missing", BASE_VOTE),
+    ("damage", "missing", DELTA_VOTE),
+    alone=MENDED,
+    hurts=(BASE, DELTA),
+)
+def _two_votes(root: Path) -> None:
+    for name in (BASE_VOTE, DELTA_VOTE):
+        (root / name).unlink()
+
+
+BELOW = names.image(*place(BASE), 0, "model")
+
+
+@harm(
+    "a delta's vote missing and a bit of its base",
+    ("damage", "missing", DELTA_VOTE),
+    BELOW,
+    alone=ASIDE,
+    beside=MENDED,
+    hurts=(BASE, DELTA),
+)
+def _delta_unproved(root: Path) -> None:
+    (root / DELTA_VOTE).unlink()
+    flip(root / BELOW, -5)
+
+
 @harm(
     "a packed image's vote missing and a state image cut",
     ("damage", "missing", PACKED_VOTE),

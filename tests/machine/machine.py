@@ -191,15 +191,34 @@ class Checkpoints(Model):
         return work
 
     @precondition(lambda self: self.places[ROOT].standing)
-    @rule(place=PLACE, first=RETENTION, second=RETENTION, at=st.integers(0, 40))
-    def prune_twice(self, place: str, first: Retention, second: Retention, at: int) -> None:
-        """The agent's rotation, and an operator's prune while it is at work."""
+    @rule(
+        place=PLACE,
+        first=RETENTION,
+        second=RETENTION,
+        at=st.integers(0, 40),
+        dies_in=KILL,
+        other_dies_in=KILL,
+    )
+    def prune_twice(
+        self,
+        place: str,
+        first: Retention,
+        second: Retention,
+        at: int,
+        dies_in: int | None,
+        other_dies_in: int | None,
+    ) -> None:
+        """The agent's rotation, and an operator's prune while it is at work; each may die."""
         if not self.places[place].path.exists() or self.places[place].harmed or self.records_harmed(ROOT):
             return
         keep = self.kept(place, first) & self.kept(place, second)
         mine = self.pruning(place, first)
         self.shelves = self.fresh_shelves()
-        self.process.run_both(mine, at, self.pruning(place, second))
+        if self.process.kinds[place] == "put":  # nothing that two decide at once is safe there
+            dies_in = other_dies_in = None
+        self.process.run_both(
+            mine, at, self.pruning(place, second), dies_in=dies_in, other_dies_in=other_dies_in
+        )
         self.look()
         left = self.places[place].standing.keys()
         assert keep <= left, f"{sorted(keep - left)} had to stay"
@@ -278,7 +297,6 @@ class Checkpoints(Model):
         assert set(self.places[ROOT].chain(adopted)) <= self.places[ROOT].standing.keys(), (
             f"{adopted} was adopted, and went"
         )
-        self.adopted[writer + 1] = adopted
         self.goes_on_unaware(writer, one, retention)
         self.become(adopted)
 
@@ -292,14 +310,16 @@ class Checkpoints(Model):
             return await engine.standing(backends[ROOT], key) is not None
 
         stood = self.process.run_both(work, at, adopt)
+        assert stood is not None
         self.look()
+        self.adopted[writer + 1] = key
         if stood:
             return key
-        self.adopted[writer + 1] = key
         left = self.whole(ROOT)
         assert left, f"{key} was gone when it was adopted, and nothing else is there"
         key = left[-1]
         assert self.process.run(adopt)
+        self.adopted[writer + 2] = key
         return key
 
     def goes_on_unaware(self, writer: int, one: Training, retention: Retention) -> None:

@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -121,22 +122,39 @@ class Process:
         work: Callable[[Backends], Awaitable[object]],
         at: int,
         other: Callable[[Backends], Awaitable[T]],
-    ) -> T:
+        *,
+        dies_in: int | None = None,
+        other_dies_in: int | None = None,
+    ) -> T | None:
         """Do ``work``, and ``other``, in another process, while ``work`` stands at its point ``at``, or, where it does
-        not come so far, behind it; what ``other`` returns."""
+        not come so far, behind it; what ``other`` returns. With ``other_dies_in`` the other dies after so many points
+        (None is returned), with ``dies_in`` the first one after so many behind the other's end: both must be work
+        whose unwinding changes nothing."""
         self.killed, self.reached = False, 0
         lock = threading.Lock()
-        found: list[T] = []
+        found: list[T | None] = []
+        left = {"": None, "other": other_dies_in, "behind": dies_in}
+        who = ""
 
         def hook(name: str, detail: str) -> None:
+            nonlocal who
             with lock:
                 self.reached += 1
-                due = self.reached - 1 == at
+                due = self.reached - 1 == at and not who
+                points_left = left[who]
+                if points_left is not None:
+                    left[who] = max(points_left - 1, 0)
+                    if points_left == 0:
+                        raise Killed(name)
+                who = "other" if due else who
             if due:
-                with ThreadPoolExecutor(1) as pool:
+                with ThreadPoolExecutor(1) as pool, suppress(Killed):
                     found.append(pool.submit(self._loop, other).result())
+                found.append(None)
+                who = "behind"
 
-        self._run(work, hook)
+        with suppress(Killed):
+            self._run(work, hook)
         if not found:
             found.append(self._run(other, None))
         return found[0]

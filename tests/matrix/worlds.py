@@ -48,9 +48,9 @@ POINTS = (
 AGENT_POINTS = (
     "seal.before", "seal.locked", "seal.after", "flush.image.first", "flush.image.done", "vote.before", "vote.after",
     "manifest.before", "manifest.after", "agent.accepted", "agent.begun", "agent.voted", "agent.commit.before",
-    "agent.committed", "agent.settled", "agent.rotate.before", "rotate.tombstoned", "rotate.deleted.votes",
-    "rotate.deleted.images", "rotate.deleted.decisions", "rotate.deleted.tombstone", "write.before", "link.before",
-    "link.after", "fsync.before", "fsync.after", "rename.before", "unlink.after",
+    "agent.committed", "agent.settled", "agent.rotate.before", "rotate.tombstoned", "rotate.settled",
+    "rotate.deleted.votes", "rotate.deleted.images", "rotate.deleted.decisions", "rotate.deleted.tombstone",
+    "write.before", "link.before", "link.after", "fsync.before", "fsync.after", "rename.before", "unlink.after",
 )  # fmt: skip
 
 

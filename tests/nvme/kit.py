@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import everstep
-import everstep.agent.client
+import everstep.agent.inline
 import pytest
 from everstep.agent.inline import InlineAgent
 from everstep.backends.api import Backend
@@ -32,7 +32,7 @@ class Places:
         self._scripts: dict[str, list[Fault]] = {}
         self.made: list[Faulty] = []
         monkeypatch.setattr(
-            everstep.agent.client, "InlineAgent", functools.partial(InlineAgent, open_backend=self._open)
+            everstep.agent.inline, "InlineAgent", functools.partial(InlineAgent, open_backend=self._open)
         )
         monkeypatch.setattr("everstep.agent.uploads.PAUSE_FIRST_S", 0.01)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import everstep
-import everstep.agent.client
+import everstep.agent.inline
 import everstep.agent.uploads
 import pytest
 import torch
@@ -82,7 +82,7 @@ def root_fails(root: Path) -> None:
         return backend
 
     everstep.agent.uploads.PAUSE_FIRST_S = 0.05
-    everstep.agent.client.InlineAgent = functools.partial(InlineAgent, open_backend=open_place)  # type: ignore
+    everstep.agent.inline.InlineAgent = functools.partial(InlineAgent, open_backend=open_place)  # type: ignore
 
 
 def save_and_die(

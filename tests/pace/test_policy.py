@@ -207,10 +207,9 @@ def _failing(rank: int, world: int, root: Path, given: dict[str, str]) -> tuple[
     store = Storage()
     import functools
 
-    import everstep.agent.client as client
-    from everstep.agent.inline import InlineAgent
+    from everstep.agent import inline
 
-    client.InlineAgent = functools.partial(InlineAgent, open_backend=store.open)  # type: ignore[assignment, misc]
+    inline.InlineAgent = functools.partial(inline.InlineAgent, open_backend=store.open)  # type: ignore[assignment, misc]
     if rank == 1:
         store.fail(CREATE_DENIED)
     rules = policy(full_every=1, on_slow="wait", failures_max=2, rank_timeout_s=60.0)

@@ -15,9 +15,9 @@ from everstep.errors import Damaged
 from everstep.format.hashing import chunk_hashes, image_root
 from everstep.format.vote import ImageRecord
 from everstep.memory.slots import Pinned
-from everstep.peers.described import decode_described, group_of
+from everstep.peers.described import PARITY_RANK, decode_described, group_of
 from everstep.plan.parity import ParityGroup
-from everstep.rebuilding import PARITY_RANK, RebuiltSource
+from everstep.rebuilding import RebuiltSource
 
 from .kit import CHUNK, Contents, Key, Node, group, images_of, protect
 

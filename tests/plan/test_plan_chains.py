@@ -120,6 +120,28 @@ def test_a_merge_that_never_comes_to_its_turn_is_not_waited_for(base: str) -> No
     assert len(fulls) == 7 and max(map(roots.count, fulls)) == 1 + 2 * 4
 
 
+@pytest.mark.parametrize("base", ["full", "previous"])
+def test_where_fulls_come_to_nothing_the_one_that_is_there_serves_on(base: str) -> None:
+    """As on a disk without room for a second one. It is tried again and again, and one that comes ends it."""
+    known = chains(base, 4)
+    schedule = Schedule(1, None, 0, delta_every=1, chains=known)
+    parents: dict[Key, Key | None] = {}
+    tried = []
+    for step in range(1, 60):
+        (one,) = schedule.extend(step, 0.0, 0, 1)
+        if one.kind == FULL and 1 < step < 40:
+            tried.append(step)
+            known.lost(step)
+            continue
+        parents[1, step] = one.base
+        known.add((1, step), one.base)
+        assert len(chain_of((1, step), parents)) <= (1 if base == "full" else 4)
+        if one.merge:
+            known.lost(step)
+    assert tried == [10, 15, 20, 25, 30, 35]
+    assert [step for _, step in parents if parents[1, step] is None] == [1, 40, 49, 58]
+
+
 def test_a_run_that_goes_on_stands_on_what_is_durable() -> None:
     durable: dict[Key, Key | None] = {(1, 100): None, (1, 110): (1, 100), (2, 120): (1, 100)}
     known = chains(durable=durable)

@@ -14,12 +14,15 @@ from everstep.memory.arena import Arena
 from everstep.memory.process import Process
 from everstep.memory.slots import Pinned, Purpose
 from everstep.peers.address import joined_address
+from everstep.peers.described import Seat
 from everstep.peers.keeper import Keeper
 from everstep.peers.lending import Lender
 from everstep.peers.link import Link, connect
 from everstep.peers.listener import Listener
 from everstep.peers.loans import Borrow
-from everstep.peers.messages import Offer
+from everstep.peers.messages import Mode, Offer
+from everstep.peers.parity import ParityDuty, ParityOffer
+from everstep.peers.paritykeeper import ParityKeeper
 from everstep.peers.sender import send_snapshot
 
 from tests.store import store_kit as kit
@@ -47,6 +50,7 @@ class Node:
         self._arenas: list[Arena] = []
         self._pins: list[Pinned] = []
         self.keeper = Keeper(self.directory, "key", name, run_id, lambda rank: None)
+        self.parity = ParityKeeper(self.directory, "key", name, run_id, wait_s=SOON_S)
         self.lender = Lender(self.directory, run_id, list, lambda: self.known, lambda: None)
         self._end = threading.Event()
         self.listener = Listener(
@@ -54,7 +58,7 @@ class Node:
             0,
             secret.encode(),
             run_id,
-            {Borrow: self._serve, Offer: self.keeper.receive},
+            {Borrow: self._serve, Offer: self.keeper.receive, ParityOffer: self.parity.receive},
             me=name,
             io_s=SOON_S,
         )
@@ -107,13 +111,53 @@ class Node:
             pin.seal(pin.compute())
         return pin
 
-    def keeps(self, other: Node, pin: Pinned) -> None:
+    def keeps(self, other: Node, pin: Pinned, mode: Mode = "full") -> None:
         """Have ``other`` keep that snapshot of this node's."""
         at = other.listener
         with connect(at.host, at.port, SECRET.encode(), self.run_id, me=self.name, timeout_s=SOON_S) as link:
             send_snapshot(
-                link, pin, pin.sealed() or (), run_id=self.run_id, world=kit.WORLD, slot_bytes=SLOT_BYTES
+                link,
+                pin,
+                pin.sealed() or (),
+                run_id=self.run_id,
+                world=kit.WORLD,
+                slot_bytes=SLOT_BYTES,
+                mode=mode,
             )
+
+    def tells(self, other: Node, pin: Pinned) -> None:
+        """Have ``other`` keep what is small of that snapshot, as with parity."""
+        self.keeps(other, pin, mode="meta")
+
+    def gives(
+        self, other: Node, step: int, pins: Mapping[int, Pinned], seats: tuple[Seat, ...], at: int, to: int
+    ) -> None:
+        """Have ``other`` make parity of this node's snapshots; by place in the group, one of which may be lost."""
+        listener, secret = other.listener, SECRET.encode()
+
+        def link() -> Link:
+            return connect(listener.host, listener.port, secret, self.run_id, me=self.name, timeout_s=SOON_S)
+
+        duty = ParityDuty(
+            link, seats, 1, at, to, run_id=self.run_id, world=kit.WORLD, chunk_bytes=kit.CHUNK, wait_s=SOON_S
+        )
+        duty.protect((1, step), pins)
+
+    def spoil_parity(self) -> None:
+        """A bit of every chunk of its parity blocks, whose hashes stay what they were."""
+        for arena in self.parity.arenas():
+            path = arena.info.path
+            assert path is not None
+            data = bytearray(path.read_bytes())
+            for info in arena.snapshots():
+                with arena.pin(info.index, info.generation) as pin:
+                    blocks = [bytes(pin.view(name)) for name in pin.regions if name.startswith("image:")]
+                for block in filter(None, blocks):
+                    begin = data.index(block)
+                    for at in range(begin, begin + len(block), kit.CHUNK):
+                        data[at] ^= 1
+            with path.open("r+b") as file:
+                file.write(data)
 
     def reuse(self) -> None:
         """Newer snapshots take the place of what its own ranks had."""
@@ -157,5 +201,6 @@ class Node:
     def close(self) -> None:
         self._end.set()
         self.keeper.close()
+        self.parity.close()
         self.listener.close()
         self.forget()

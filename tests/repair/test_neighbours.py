@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from everstep.format import names
 from everstep.format.manifest import Manifest, decode_decision
 from everstep.neighbours import RunMemory
 from everstep.peers import borrowing, greeting, lending
+from everstep.peers.described import Seat
 from everstep.peers.messages import failed
 from everstep.places import locate
 from everstep.store import fsck
@@ -52,14 +55,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with one step, so that damage that stays is left; copied, never changed."""
     root = tmp_path_factory.mktemp("whole") / "run"
-
-    async def make() -> None:
-        backend = LocalBackend(root)
-        await kit.start_run(backend)
-        await kit.save(backend, STEP)
-        await backend.close()
-
-    asyncio.run(make())
+    kit.make_run(root, STEP)
     return root
 
 
@@ -194,6 +190,62 @@ def test_whole_images_states_and_votes_of_what_is_kept_for_another_node(
         "from memory of node first",
         f"from {LocalBackend(run.root).url}, memory of node first",
     }
+
+
+@pytest.fixture
+def group(run: Run) -> dict[str, Node]:
+    """Two nodes with a rank each, and a spare one, with parity of which one may be lost; what is small all have."""
+    seats = (Seat("first", (0,)), Seat("second", (1,)), Seat("third", ()))
+    nodes = [run.node(seat.name) for seat in seats]
+    pins = [
+        {rank: node.has(STEP, rank) for rank in seat.ranks} for node, seat in zip(nodes, seats, strict=True)
+    ]
+    pairs = list(itertools.permutations(range(3), 2))
+    for at, to in pairs:
+        for pin in pins[at].values():
+            nodes[at].tells(nodes[to], pin)
+    with ThreadPoolExecutor(len(pairs)) as pool:  # parity is added up once all have made their offers
+        sent = [pool.submit(nodes[at].gives, nodes[to], STEP, pins[at], seats, at, to) for at, to in pairs]
+    for one in sent:
+        one.result()
+    return {node.name: node for node in nodes}
+
+
+@pytest.mark.parametrize("lost", ["first", "second"])
+@pytest.mark.parametrize("harm", [remove, cut, flip(-5)])
+def test_what_a_lost_node_had_is_computed_from_parity(
+    run: Run, group: dict[str, Node], lost: str, harm: Callable[[Path], None]
+) -> None:
+    for node in group.values():
+        if node.name == lost:
+            node.close()
+        else:
+            node.beacon()
+    name = IMAGE if lost == "first" else OTHER_IMAGE
+    harm(run.root / name)
+    mended = run.mend()
+    assert (damage(mended), told(mended)) == ([], []), mended
+    assert run.is_right() and loads(run.root)
+    [how] = [one.how for one in mended.done]
+    assert how.endswith("parity of nodes first, second, third")
+
+
+def test_parity_of_which_too_much_is_lost_mends_nothing(run: Run, group: dict[str, Node]) -> None:
+    group["first"].close()
+    group["third"].close()
+    group["second"].beacon()
+    remove(run.root / IMAGE)
+    assert damage(run.mend()) == [IMAGE]
+
+
+def test_wrong_parity_is_not_believed(run: Run, group: dict[str, Node]) -> None:
+    group["first"].close()
+    for name in ("second", "third"):
+        group[name].beacon()
+        group[name].spoil_parity()
+    remove(run.root / IMAGE)
+    mended = run.mend()
+    assert damage(mended) == [IMAGE] and not (run.root / IMAGE).exists()
 
 
 @pytest.mark.parametrize("where", ["memory", "there"])

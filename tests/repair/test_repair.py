@@ -21,6 +21,7 @@ from everstep.store.rotate import rotate
 
 from tests.disk.simdisk import SimDisk
 from tests.repair.damages import DAMAGES, IMAGE, LAYOUT, MANIFEST, STEP, VOTE, Damage, Reach, flip, remove
+from tests.repair.mending import mend
 from tests.store import store_kit as kit
 
 
@@ -37,15 +38,7 @@ EVERY = pytest.mark.parametrize("what", list(DAMAGES))
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with steps 1 to 3; copied, never changed."""
     root = tmp_path_factory.mktemp("whole") / "run"
-
-    async def make() -> None:
-        backend = LocalBackend(root)
-        await kit.start_run(backend)
-        for step in range(1, STEP + 1):
-            await kit.save(backend, step)
-        await backend.close()
-
-    asyncio.run(make())
+    kit.make_run(root, *range(1, STEP + 1))
     return root
 
 
@@ -69,18 +62,6 @@ def harmed(whole: Path, root: Path, damage: Damage) -> str:
     path = target_of(root, damage.name)
     damage.act(path)
     return str(path.relative_to(root))
-
-
-def mend(root: Path, *others: Path) -> Mended:
-    async def go() -> Mended:
-        backend, beside = LocalBackend(root), [LocalBackend(other) for other in others]
-        try:
-            return await check_and_mend(backend, others=beside)
-        finally:
-            for one in (backend, *beside):
-                await one.close()
-
-    return asyncio.run(go())
 
 
 def look(root: Path, step: int | None = None) -> Mended:
@@ -120,7 +101,7 @@ def steps_that_load(root: Path) -> set[int]:
 def assert_said(root: Path, name: str, damage: Damage) -> None:
     said = look(root)
     assert (damage.kind, name) in bad(said.after), said.after
-    assert exit_code(f.severity for f in said.after) == 4
+    assert exit_code(said.after) == 4
     told = verdict(said)
     if damage.alone in (Reach.LEFT,) or damage.kind == "undecided" or name == MANIFEST:
         return

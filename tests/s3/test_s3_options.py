@@ -10,9 +10,12 @@ from typing import Any
 
 import everstep
 import pytest
+from botocore.loaders import JSONFileLoader
+from everstep.backends import s3client
 from everstep.backends.errors import Permanent, Retryable, UnknownOption
-from everstep.backends.open import open_backend
+from everstep.backends.open import load_kind, open_backend
 from everstep.backends.s3 import S3Backend
+from everstep.backends.s3client import S3Client
 from everstep.backends.s3options import READ_S, session_options
 from everstep.errors import BadOption, CannotTell
 
@@ -108,3 +111,34 @@ def test_where_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
     assert f"127.0.0.1:{port}: Connection refused" in record.getMessage()
     assert URL in record.getMessage() and "tried 8 times" in record.getMessage()
     assert "geheim" not in caplog.text
+
+
+def test_clients_of_a_process_read_what_botocore_knows_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megabytes of JSON. Keys are each client's own."""
+    read: list[str] = []
+    load = JSONFileLoader.load_file
+
+    def counted(self: JSONFileLoader, path: str) -> Any:
+        found = load(self, path)
+        read.extend([path] if found is not None else [])
+        return found
+
+    monkeypatch.setattr(JSONFileLoader, "load_file", counted)
+
+    async def keys(number: int) -> str:
+        options = {"key": f"k{number}", "secret": "s", "region": "eu-1"}
+        line = await S3Client(URL, options)._connect()
+        try:
+            return str(line.client._request_signer._credentials.access_key)
+        finally:
+            await line.close()
+
+    s3client._loader.cache_clear()
+    assert asyncio.run(keys(1)) == "k1" and read
+    del read[:]
+    assert asyncio.run(keys(2)) == "k2" and not read
+    s3client._loader.cache_clear()
+    load_kind("s3")
+    assert read
+    del read[:]
+    assert asyncio.run(keys(3)) == "k3" and not read

@@ -146,6 +146,25 @@ def test_other_holders_make_another_layout() -> None:
     assert list(planner.owners.values()) == [(2,)]
 
 
+def test_a_guess_that_proves_wrong_leaves_no_trace() -> None:
+    """A rank plans ahead for what it has then; owners must not depend on it, for other ranks have planned otherwise."""
+
+    def flat(*sizes: int) -> FlatState:
+        shards = {
+            str(i): Shards((n,), [((0,), (n,))], [torch.zeros(n)], holders=[0, 1])
+            for i, n in enumerate(sizes)
+        }
+        return flatten({"p": shards})
+
+    for guessed in ([100], [1, 100], [3, 50, 200]):
+        guessing, planner = LayoutPlanner(0, 2), LayoutPlanner(0, 2)
+        before = guessing.guess(flat(*guessed))
+        assert guessing.plan(flat(3, 50, 200)).layout == planner.plan(flat(3, 50, 200)).layout
+        assert guessing.owners == planner.owners
+        assert (guessing.plan(flat(3, 50, 200)) is before) == (guessed == [3, 50, 200])
+        assert guessing.plan(flat(3, 50, 200, 7)).layout == planner.plan(flat(3, 50, 200, 7)).layout
+
+
 def test_room_for_a_share() -> None:
     """Of what four ranks hold, a rank needs room for a fourth and one tensor more."""
     big = torch.zeros(1 << 18)

@@ -150,6 +150,6 @@ def reasons(report: RotationReport) -> Mapping[Key, str]:
 
 
 async def gone(backend: Backend, key: Key) -> bool:
-    """Whether nothing but a tombstone is left of it."""
+    """Whether nothing but its second tombstone is left of it."""
     directory = names.checkpoint_dir(key[1], key[0])
-    return [item.name async for item in backend.list(directory)] == [names.decision(key[1], key[0], 2)]
+    return [item.name async for item in backend.list(directory)] == [names.decision(key[1], key[0], 3)]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from everstep.backends.api import Backend
+from everstep.backends.files import LocalBackend
 from everstep.errors import Damaged, EverstepError
 from everstep.format.hashing import chunk_hashes, image_root
 from everstep.format.layout import Box, EntrySpec, Layout, Scope, build_layout, encode, layout_hash
@@ -165,6 +168,19 @@ async def start_run(backend: Backend, chunk_bytes: int = CHUNK) -> RunRecord:
     if not await read_incarnations(backend):
         await add_incarnation(backend, incarnation_record)
     return run
+
+
+def make_run(root: Path, *steps: int) -> None:
+    """A run of full checkpoints."""
+
+    async def make() -> None:
+        backend = LocalBackend(root)
+        await start_run(backend)
+        for step in steps:
+            await save(backend, step)
+        await backend.close()
+
+    asyncio.run(make())
 
 
 async def adopt(backend: Backend, incarnation: int, step: int) -> IncarnationRecord:

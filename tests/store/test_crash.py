@@ -47,14 +47,17 @@ NAMED = [
     ("link.after", "000000001/0001/manifest-2", NEW),
     ("rotate.tombstoned", "", NEW),
     ("rotate.looked", "", NEW),
+    ("link.after", "000000001/0001/manifest-3", NEW),
+    ("rotate.settled", "", NEW),
     ("unlink.after", "000000001/0001/a1/rank-00000.vote", NEW),
     ("rotate.deleted.votes", "", NEW),
     ("rotate.deleted.images", "", NEW),
     ("unlink.after", "000000001/0001/manifest-1", NEW),
+    ("unlink.after", "000000001/0001/manifest-2", NEW),
     ("rotate.deleted.decisions", "", NEW),
     ("rotate.deleted.tombstone", "", NEW),
 ]
-SHORT = {0, 1, 7, 9, 10, 14, 16}
+SHORT = {0, 1, 7, 9, 10, 14, 17, 19}
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from everstep.format import names
 from everstep.format.layout import Box, EntrySpec, Scope, build_layout
 from everstep.format.manifest import Abort, Manifest
 from everstep.memory.errors import SlotGone
+from everstep.store import flush
 from everstep.store.catalog import list_step, read_decision, read_vote
 from everstep.store.commit import abort_attempt, next_attempt, try_commit
 
@@ -254,3 +255,16 @@ def test_a_superseded_writer_commits_only_up_to_the_cut(tmp_path: Path) -> None:
         assert isinstance(decision, Abort) and "incarnation 2" in decision.reason
 
     with_run(tmp_path, work)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1 << 12, 1 << 20, 48 << 20])
+@pytest.mark.parametrize("nbytes", [0, 1, 4 << 20, (100 << 20) + 5])
+def test_an_image_is_written_in_pieces_that_grow(nbytes: int, chunk_bytes: int) -> None:
+    """All of it, in order, in whole chunks; the first piece is small, so that writing begins soon."""
+    pieces = list(flush._pieces(nbytes, chunk_bytes, 32 << 20))
+    assert [start for start, _ in pieces] + [nbytes] == [0] + [end for _, end in pieces]
+    sizes = [end - start for start, end in pieces]
+    assert all(size % chunk_bytes == 0 for size in sizes[:-1]) and all(size > 0 for size in sizes)
+    assert max(sizes, default=0) <= max(32 << 20, chunk_bytes)
+    assert sizes == sorted(sizes[:-1]) + sizes[-1:]
+    assert not sizes or sizes[0] <= max(flush.FIRST_PIECE_BYTES, chunk_bytes)

@@ -45,10 +45,13 @@ def brief(found: list[Finding]) -> list[tuple[str, str, str]]:
 
 
 def test_exit_codes_are_those_of_fsck() -> None:
-    assert exit_code([]) == exit_code([Severity.INFO, Severity.WARNING]) == 0
-    assert exit_code([Severity.DAMAGE, Severity.INFO]) == 4
-    assert exit_code([Severity.CANNOT_TELL]) == 8
-    assert exit_code([Severity.CANNOT_TELL, Severity.DAMAGE]) == 12
+    def code(*severities: Severity, kind: Kind = Kind.DAMAGED) -> int:
+        return exit_code([Finding(one, kind, "x", None, None, "") for one in severities])
+
+    assert code() == code(Severity.INFO, Severity.WARNING) == 0
+    assert code(Severity.DAMAGE, Severity.INFO) == code(Severity.WARNING, kind=Kind.QUARANTINE) == 4
+    assert code(Severity.CANNOT_TELL) == 8
+    assert code(Severity.CANNOT_TELL, Severity.DAMAGE) == 12
 
 
 def test_what_is_no_run_is_no_finding(tmp_path: Path) -> None:
@@ -125,7 +128,7 @@ def test_tombstones_are_told_apart_by_what_is_left(tmp_path: Path) -> None:
         image = tmp_path / names.image(1, 1, 1, 0, "model")
         data = image.read_bytes()
         await rotate(backend, await kit.plan_for(backend), is_superseded=kit.not_superseded)
-        name = names.decision(1, 1, 2)
+        name = names.decision(1, 1, 3)
         assert brief(await findings(backend)) == [("info", "tombstone", name)]
         image.parent.mkdir()
         image.write_bytes(data)
@@ -166,7 +169,7 @@ def test_every_object_without_an_answer_is_cannot_tell(tmp_path: Path) -> None:
         backend.read = failing  # type: ignore[method-assign]
         found = await findings(backend)
         assert sorted(f.name for f in found) == [votes, names.decision(2, 1, 1)]
-        assert exit_code(f.severity for f in found) == 8
+        assert exit_code(found) == 8
 
     with_run(tmp_path, work)
 

@@ -43,7 +43,7 @@ async def rotate_to(backend: LocalBackend, keep_last: int = 1, **options: object
     return await rotate(backend, plan, is_superseded=kit.not_superseded, **options)  # type: ignore[arg-type]
 
 
-def test_the_order_is_tombstone_votes_images_decisions(tmp_path: Path) -> None:
+def test_the_order_is_tombstones_votes_images_decisions(tmp_path: Path) -> None:
     async def work(backend: LocalBackend) -> None:
         for step in (1, 2):
             await kit.save(backend, step)
@@ -58,13 +58,14 @@ def test_the_order_is_tombstone_votes_images_decisions(tmp_path: Path) -> None:
         points.hook = hook
         report = await rotate_to(backend)
         votes = seen.index("rotate.deleted.votes")
-        assert seen[:2] == ["rotate.tombstoned", "rotate.looked"]
-        assert sorted(seen[2:votes]) == ["rank-00000.vote", "rank-00001.vote"]
-        assert all(name.endswith((".safetensors", ".msgpack")) for name in seen[votes + 1 : -3])
-        assert seen[-3:] == ["rotate.deleted.images", "manifest-1.json", "rotate.deleted.decisions"]
+        assert seen[:3] == ["rotate.tombstoned", "rotate.looked", "rotate.settled"]
+        assert sorted(seen[3:votes]) == ["rank-00000.vote", "rank-00001.vote"]
+        assert all(name.endswith((".safetensors", ".msgpack")) for name in seen[votes + 1 : -4])
+        assert seen[-4] == "rotate.deleted.images" and seen[-1] == "rotate.deleted.decisions"
+        assert seen[-3:-1] == ["manifest-1.json", "manifest-2.json"]
         assert report.removed == report.waiting == [(1, 1)] and report.freed_bytes > 20_000
         decision = await read_decision(backend, await list_step(backend, 1, 1))
-        assert isinstance(decision, Tombstone) and decision.number == 2
+        assert isinstance(decision, Tombstone) and decision.number == 3
 
     with_run(tmp_path, work)
 
