@@ -109,7 +109,7 @@ class Checkpointer:
             if memory is not None
             else Room(SHARED_MEMORY, STAGING_SLOTS, private=True)
         )
-        self._standby = self._stand_by() if not self._room.was_used(self._place.run_key) else None
+        self._standby = self._stand_by()
         self._backend: Backend = self._place.open_root()
         self._farther, self._near = self._place.open_tiers(), self._place.open_near()
         self._policy = policy or Policy()
@@ -184,7 +184,6 @@ class Checkpointer:
             self.recovery = self._restore(trained, step, config_reason, self._held, mend)
             self._adopted = Adopted(trained, self.recovery) if self.recovery is not None else None
         self._origin = self._origin_of(self.recovery, config_reason)
-        self._standby = self._standby or self._stand_by()
         if self._memory is not None:  # else only flushes need room, and the first of them makes it
             self._reserve(trained)
             if self.recovery is None:  # a restart goes on at once, its memory is made ready behind it

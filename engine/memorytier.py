@@ -8,7 +8,6 @@ adopted snapshot, is never reused before a newer W exists.
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -51,10 +50,6 @@ class Room:
     slots: int
     required: bool = False
     private: bool = False
-
-    def was_used(self, run_key: str) -> bool:
-        """Whether the run had arenas here: then it is likely to be loaded from them, with all cores."""
-        return (self.base / f"everstep-{os.geteuid()}" / run_key).is_dir()
 
 
 class MemoryTier:

@@ -51,7 +51,7 @@ LAZY_TORCH = {
     "everstep.codec.scratch": "numpy",
     "everstep.codec.streams": "numpy",
     "everstep.store.bases": "numpy",
-    "everstep.store.fill": "numpy",
+    "everstep.store.pieces": "numpy",
     "everstep.store.numbers": "numpy",
     "everstep.format.columns": "numpy",
     "everstep.plan.coverage": "numpy",

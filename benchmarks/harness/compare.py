@@ -63,7 +63,7 @@ def compare(before: ReportDict, after: ReportDict) -> Comparison:
     for name, old in before["workloads"].items():
         now = after["workloads"].get(name)
         if now is None:
-            gone.append(f"{name}: not in the second report")
+            gone += [f"{name}, {system}: not in the second report" for system in old["systems"]]
             continue
         for system, was in old["systems"].items():
             if system not in now["systems"]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
+import msgspec
+
 FORMAT = 1
 OURS = "everstep"
 OVERLAP = "everstep-overlap"
@@ -165,7 +167,7 @@ def samples(seconds: Sequence[float], nbytes: int | None = None, way: str | None
 
 
 def read(path: Path) -> ReportDict:
-    """The report in ``path``. Raises NotAReport, OSError."""
+    """The report in ``path``. Raises NotAReport, also where something is missing or of another type; OSError."""
     try:
         report = json.loads(path.read_text())
     except ValueError as error:
@@ -173,7 +175,10 @@ def read(path: Path) -> ReportDict:
     if not isinstance(report, dict) or report.get("format") != FORMAT or "workloads" not in report:
         found = report.get("format") if isinstance(report, dict) else type(report).__name__
         raise NotAReport(f"{path} is no report of format {FORMAT} of `everstep bench run` (found: {found!r})")
-    return report  # type: ignore[return-value]
+    try:
+        return msgspec.convert(report, ReportDict)
+    except msgspec.ValidationError as error:
+        raise NotAReport(f"{path} is no whole report of `everstep bench run`: {error}") from None
 
 
 def is_rival(system: str) -> bool:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from everstep.benchmarks.harness.results import ReportDict, WorkloadDict
 
 OURS = "everstep"
+INTERRUPTED = 130
+"""As shells tell it: 128 and the number of SIGINT."""
 
 LIST_EPILOG = """\
 Exit codes:
@@ -74,7 +76,8 @@ RUN_EPILOG = """\
 Exit codes:
   0  measured; what other systems failed at is told
   1  everstep failed, or brought other bytes back than were given
-  2  usage
+  2  usage, or a report cannot be written where it is to go
+  130  interrupted
 
 Example:
   everstep bench run gpt-fp32 small-10k --system everstep --system torch --size 512 --json report.json
@@ -139,8 +142,12 @@ def run(
             wanted, chosen = workloads.chosen(names), systems.chosen(named)
         except systems.UnknownName as error:
             _usage(error)
+        # What would be found out only after all was measured:
         if html_file is not None or png_directory is not None:
-            charts.require()  # before the measuring
+            charts.require()
+        _require_writable(*(path for path in (json_file, html_file) if path is not None))
+        if png_directory is not None:
+            _require_writable(png_directory / "aims.png")
         options = Options(wanted, chosen, bool(named), size, directory, repeats, rounds)
         job = Run(options)
         signal.signal(signal.SIGTERM, _stop)
@@ -155,13 +162,16 @@ def run(
             except FloorFailed as error:
                 click.echo(f"error: {error}", err=True)
                 sys.exit(FAILED)
+            except KeyboardInterrupt:
+                click.echo("interrupted: nothing is reported", err=True)
+                sys.exit(INTERRUPTED)
+        answer.give({}, lambda: as_text(report))  # first: a disk may be full by now
         if json_file is not None:
             json_file.write_text(json.dumps(report, indent=1) + "\n")
         if html_file is not None:
             write_html(report, html_file)
         if png_directory is not None:
             write_pngs(report, png_directory)
-        answer.give({}, lambda: as_text(report))
         problems = ours_failed(report, job.failed)
         for problem in problems:
             click.echo(f"error: {problem}", err=True)
@@ -171,6 +181,20 @@ def run(
 def _stop(number: int, frame: object) -> None:
     """Leave as after Ctrl-C: the worker that runs is ended, and what it wrote is removed."""
     raise KeyboardInterrupt
+
+
+def _require_writable(*paths: Path) -> None:
+    """End with a message where a file could not be written; what is there stays as it is."""
+    for path in paths:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            there = path.exists()
+            with path.open("ab"):
+                pass
+            if not there:
+                path.unlink()
+        except OSError as error:
+            _usage(OSError(f"{path} cannot be written: {error.strerror or error}; name another place"))
 
 
 def _usage(error: Exception) -> Any:

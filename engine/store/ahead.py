@@ -40,9 +40,9 @@ class Early:
 
 @dataclass(slots=True)
 class Ahead:
-    """The first pieces of a rank's images, at most ``pieces`` of ``piece_bytes`` (of one chunk, if that is more): as
-    many as a filling has in memory, so that one which takes them over needs no more. Nothing until :meth:`begin`; who
-    made it calls :meth:`end`, whatever happens."""
+    """The first pieces of a rank's images, at most ``pieces`` of ``piece_bytes`` (of one chunk, or of one and its base,
+    if that is more): as many as a filling has in memory, so that one which takes them over needs no more. Nothing until
+    :meth:`begin`; who made it calls :meth:`end`, whatever happens."""
 
     pieces: int
     piece_bytes: int

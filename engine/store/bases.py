@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from everstep.backends.aligned import BLOCK, aligned_buffer, round_down, round_up
 from everstep.backends.parallel import ended, heard
@@ -569,7 +569,8 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 async def both(one: Awaitable[T], other: Awaitable[U]) -> tuple[T, U]:
     """Both, side by side; an error ends the other before it is raised, so that no buffer is written to afterwards."""
     first, second = asyncio.ensure_future(one), asyncio.ensure_future(other)
+    tasks: list[asyncio.Future[Any]] = [first, second]
     try:
         return await asyncio.gather(first, second)
     finally:
-        await ended([first, second])
+        await ended(tasks)

@@ -255,16 +255,30 @@ class _Rotation:
             needed = {**dict.fromkeys(whole, "a newer incarnation writes the run"), **needed}
         back = await self._put_back([whole[key] for key in needed])
         self.report.kept += sorted((key, why) for key, why in needed.items() if key in back)
-        going = [await self._settle(grave) for grave in graves if grave.found.key not in needed]
-        await self._delete([grave for grave in going if grave is not None])
+        await self._delete(await self._settled([grave for grave in graves if grave.found.key not in needed]))
         return not superseded
+
+    async def _settled(self, graves: Sequence[_Grave]) -> list[_Grave]:
+        """Those that go now, deltas before their bases. What another process put back keeps what it stands on."""
+        going: list[_Grave] = []
+        needed: dict[Key, str] = {}
+        for grave in graves:
+            settled = await self._settle(grave) if grave.found.key not in needed else None
+            if settled is not None:
+                going.append(settled)
+            elif grave.manifest is not None and grave.manifest.parent_key is not None:
+                needed[grave.manifest.parent_key] = f"step {grave.found.step} stands on it"
+        back = await self._put_back([grave for grave in graves if grave.found.key in needed])
+        self.report.kept += sorted((key, why) for key, why in needed.items() if key in back)
+        return going
 
     async def _put_back(self, graves: Iterable[_Grave]) -> set[Key]:
         """Publish the manifests again, as revisions above the tombstones: bases before what stands on them. Which of
         them count again; the others another process removes."""
         back: set[Key] = set()
         for grave in sorted(graves, key=lambda grave: grave.found.key):
-            assert grave.manifest is not None
+            if grave.manifest is None:
+                continue
             _, stands = await _decide_above(self.backend, grave.tombstone, grave.manifest)
             reach("rotate.put_back", names.checkpoint_dir(*grave.found.place))
             if not isinstance(stands, Manifest):
@@ -276,13 +290,11 @@ class _Rotation:
         return back
 
     async def _settle(self, grave: _Grave) -> _Grave | None:
-        """The grave once nobody can put it back any more: under a second tombstone. None where another process put it
-        back, or decided otherwise, first."""
+        """The grave once nobody can put it back: under a second tombstone. None where another process was first."""
         if grave.manifest is None:
             return grave
-        number, stands = await _decide_above(
-            self.backend, grave.tombstone, replace(grave.tombstone, created=now())
-        )
+        second = replace(grave.tombstone, created=now())
+        number, stands = await _decide_above(self.backend, grave.tombstone, second)
         reach("rotate.settled", names.checkpoint_dir(*grave.found.place))
         if not isinstance(stands, Tombstone):
             self.report.kept.append((grave.found.key, "another process decided something about it"))

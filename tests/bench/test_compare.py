@@ -75,7 +75,10 @@ def test_what_is_gone_wrong_or_new_is_told() -> None:
     assert found.gone == [
         "gpt-fp32, everstep: failed: OSError: no room",
         "gpt-fp32, torch: cold load 1: 2 of 580 tensors",
-        "recovery: not in the second report",
+        *(
+            f"recovery, {name}: not in the second report"
+            for name in example()["workloads"]["recovery"]["systems"]
+        ),
     ]
     assert found.new == ["gpt-fp32, mine"]
 
@@ -108,3 +111,13 @@ def test_exit_codes(tmp_path: Path) -> None:
     second.write_text("{}")
     code, _, err = said(EXAMPLE, second)
     assert code == 2 and "no report" in err and "Traceback" not in err
+
+
+def test_a_workload_of_ours_that_is_gone_is_worse(tmp_path: Path) -> None:
+    report = example()
+    del report["workloads"]["recovery"]
+    second = tmp_path / "second.json"
+    second.write_text(json.dumps(report))
+    code, out, _ = said(EXAMPLE, second)
+    assert code == 1 and "recovery, everstep: not in the second report" in json.loads(out)["gone"]
+    assert said(second, EXAMPLE)[0] == 0

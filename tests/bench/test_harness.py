@@ -207,7 +207,7 @@ def test_a_run_that_is_stopped_leaves_nothing(tmp_path: Path, monkeypatch: pytes
             assert process.poll() is None
             time.sleep(0.05)
         process.terminate()
-        assert process.wait(60) == 1
+        assert process.wait(60) == 130
     assert os.listdir(work) == []
     for pid in map(int, pids.read_text().split()):
         ended = Process.of(pid)
@@ -258,6 +258,20 @@ def test_names_that_are_not_known(tmp_path: Path) -> None:
         said = bench("run", *args, "--dir", tmp_path)
         assert said.returncode == 2 and known in said.stderr, said.stderr
         assert "Traceback" not in said.stderr
+
+
+def test_a_report_that_could_not_be_written_stops_the_run_before_it_begins(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("kept")
+    for option, place in (
+        ("--json", kept / "a.json"),
+        ("--json", Path("/proc/a.json")),
+        ("--json", tmp_path),
+    ):
+        said = bench("run", "huge", "--size", "1", "--dir", tmp_path, option, place)
+        assert said.returncode == 2 and "round 1" not in said.stderr, said.stderr
+        assert str(place) in said.stderr and "Traceback" not in said.stderr
+    assert os.listdir(tmp_path) == ["kept"] and kept.read_text() == "kept"
 
 
 def test_list() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from everstep.benchmarks.harness.results import (
@@ -174,6 +176,24 @@ def test_other_files_are_no_reports(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(NotAReport, match="file"):
             read(path)
+
+
+def test_a_report_that_lacks_something_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    changes: list[Callable[[Any], object]] = [
+        lambda report: report["workloads"].update({"gpt-fp32": None}),
+        lambda report: report["workloads"]["gpt-fp32"].pop("systems"),
+        lambda report: report["workloads"]["gpt-fp32"]["floors"]["copy"].update(median_s="soon"),
+        lambda report: report.pop("summary"),
+    ]
+    for change in changes:
+        report = example()
+        change(report)
+        path.write_text(json.dumps(report))
+        with pytest.raises(NotAReport, match="no whole report"):
+            read(path)
+    path.write_text(json.dumps(example()))
+    assert read(path) == example()
 
 
 def test_scaling() -> None:

@@ -124,7 +124,7 @@ def test_who_loads_and_never_saves_keeps_no_memory_mapped(root: Path) -> None:
 
 def test_what_cannot_be_stored_is_told_by_the_save(root: Path) -> None:
     state: dict[str, Any] = {"w": torch.zeros(3), "odd": object()}
-    with opened(root, memory={"bytes": 1 << 20}) as ckpt:
+    with opened(root, memory=everstep.Memory(bytes=1 << 20)) as ckpt:
         ckpt.load(state)
         with pytest.raises(UnsupportedValue, match="odd"):
             ckpt.save(1, state)

@@ -329,13 +329,13 @@ def test_nothing_is_collected_while_a_load_plans_and_where_it_is_not_large_fills
     filling: list[bool] = []
     if large:
         monkeypatch.setattr(reading, "UNCOLLECTED_BYTES", 15)
-    verify = filling_module._verify_and_copy
+    verify = filling_module.verify_and_copy
 
     def verified(*args: Any) -> Any:
         filling.append(gc.isenabled())
         return verify(*args)
 
-    monkeypatch.setattr(filling_module, "_verify_and_copy", verified)
+    monkeypatch.setattr(filling_module, "verify_and_copy", verified)
     into = Watching()
     assert gc.isenabled()
     everstep.load(root, into={"a": into})

@@ -12,7 +12,7 @@ import pytest
 from everstep.backends import points
 from everstep.backends.files import LocalBackend
 from everstep.errors import Pruned
-from everstep.store.findings import Severity
+from everstep.store.findings import Kind, Severity
 from everstep.store.fsck import check as fsck
 from everstep.store.pins import add_pin
 
@@ -133,6 +133,12 @@ class Needing:
         await kit.prune(backend)
 
 
+async def _nothing_is_deleted_of_what_stands(backend: LocalBackend) -> None:
+    """A base may be buried yet, and comes back with the next rotation."""
+    told = [f async for f in fsck(backend) if f.severity is Severity.DAMAGE]
+    assert [finding for finding in told if finding.kind is not Kind.CHAIN] == []
+
+
 async def _nothing_is_half(backend: LocalBackend) -> set[tuple[int, int]]:
     found = await kit.check(backend)
     assert [one for one in [f async for f in fsck(backend)] if one.severity is Severity.DAMAGE] == []
@@ -148,7 +154,8 @@ async def _save_some(backend: LocalBackend) -> None:
 
 @pytest.mark.parametrize("numbers", range(4))
 def test_in_any_order_and_cut_off_anywhere(tmp_path: Path, numbers: int) -> None:
-    """A manifest that counts has its votes, images and bases at every end; and what was pinned in time is there."""
+    """What counts has its votes and images at every end, and its bases at the latest after one more rotation; what was
+    pinned in time is there."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -169,7 +176,7 @@ def test_in_any_order_and_cut_off_anywhere(tmp_path: Path, numbers: int) -> None
                 one.let_go(Killed() if dies else True)
             stage.end()
             print(story, needing.key, needing.held, told)
-            await _nothing_is_half(backend)
+            await _nothing_is_deleted_of_what_stands(backend)
             await kit.prune(backend)
             found = await _nothing_is_half(backend)
             assert (1, 4) in found and (needing.key in found or not needing.held)
@@ -222,5 +229,29 @@ def test_who_comes_late_to_delete_it_does_not(tmp_path: Path) -> None:
         stage.end()
         assert needing.held
         assert await _nothing_is_half(backend) == {(1, 1), (1, 2)}
+
+    kit.with_run(tmp_path, work)
+
+
+def test_what_another_puts_back_keeps_its_bases(tmp_path: Path) -> None:
+    """Whoever puts the delta back has looked when its bases stood; they are buried since, and nothing needed them."""
+
+    async def work(backend: LocalBackend) -> None:
+        await _save_some(backend)
+        needing = Needing((1, 3))
+        stage = Stage(tmp_path, _rotation, _rotation, needing)
+        first, second, third = stage.processes
+        stage.until(first, "rotate.tombstoned")
+        stage.until(third, "pin.published")
+        stage.until(second, "rotate.looked")
+        third.let_go()  # it finds the tombstone, and takes its pin back
+        first.let_go()
+        first.let_go()  # the bases are buried
+        stage.until(second, "rotate.put_back")
+        stage.until(first, "rotate.looked")
+        second.let_go(Killed())
+        third.let_go(Killed())
+        stage.end()
+        assert await _nothing_is_half(backend) == {(1, 1), (1, 2), (1, 3), (1, 4)}
 
     kit.with_run(tmp_path, work)
