@@ -106,6 +106,8 @@ class Loader:
         """The nodes of all ranks."""
         self._writes = writes
         self._skipped: list[str] = []
+        self._told = 0
+        """How many of these were warned of: whatever there is something else to load instead of."""
         self._only_pruned = True
         self._steps: list[int] = []
         """What is there instead of the step that was asked for."""
@@ -279,14 +281,17 @@ class Loader:
         )
         for problem in problems:
             self._only_pruned = False
-            self._note(problem)
+            self._skipped.append(problem)
         for problem in lost:
             if wire is not None or self._skipped:
-                self._note(problem)
+                self._skipped.append(problem)
             else:  # nothing is passed over for something older: the run begins anew
                 warnings.warn(f"everstep: {problem}", RuntimeWarning, stacklevel=3)
         if wire is None:
             return None
+        for problem in self._skipped[self._told :]:
+            warnings.warn(f"everstep: passed over {problem}", RuntimeWarning, stacklevel=3)
+        self._told = len(self._skipped)
         incarnation, number, in_memory, places, world = wire
         return Candidate(incarnation, number, in_memory, tuple(places), world), changes
 
@@ -315,11 +320,7 @@ class Loader:
     def _skip(self, candidate: Candidate, errors: dict[int, EverstepError]) -> None:
         self._only_pruned &= all(isinstance(error, Pruned) for error in errors.values())
         told = "; ".join(f"rank {rank}: {error}" for rank, error in sorted(errors.items()))
-        self._note(f"step {candidate.step} (incarnation {candidate.incarnation}): {told}")
-
-    def _note(self, problem: str) -> None:
-        self._skipped.append(problem)
-        warnings.warn(f"everstep: passed over {problem}", RuntimeWarning, stacklevel=4)
+        self._skipped.append(f"step {candidate.step} (incarnation {candidate.incarnation}): {told}")
 
     # -- reading
 

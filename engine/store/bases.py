@@ -170,13 +170,15 @@ class Bases:
         assert key is not None
         for last in (False, True):
             errors: list[EverstepError] = []
-            for source in await self.sources(key):
+            sources = await self.sources(key)
+            for source, follows in zip(sources, [*sources[1:], None], strict=True):
                 try:
                     await ask(source)
                     return
                 except UNSERVED as error:
                     errors.append(error)
-                    self._tell(key, source, error)
+                    if follows is not None:
+                        self._tell(key, source, error)
             if last or not any(isinstance(error, Pruned) for error in errors):
                 raise _worst(delta, name, errors)
             self._forget(key)

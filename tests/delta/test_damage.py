@@ -120,8 +120,10 @@ def test_fsck_reads_objects_and_what_they_decode_to(
 
 @pytest.mark.parametrize("changed", [CHANGED, SPARSE], ids=["dense", "sparse"])
 def test_a_damaged_chunk_of_the_base_comes_from_the_next_holder_of_the_base(
-    tmp_path: Path, changed: list[kit.Data]
+    tmp_path: Path, changed: list[kit.Data], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Which is told of where there is one."""
+
     async def work(backend: LocalBackend) -> None:
         _, delta = await two(backend, changed)
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
@@ -133,8 +135,10 @@ def test_a_damaged_chunk_of_the_base_comes_from_the_next_holder_of_the_base(
         assert (caught.value.name, caught.value.fields["offset"]) == (BASE, 9 * kit.CHUNK)
         found = await findings(backend)
         assert list(found) == [BASE]
+        assert "another holder" not in caplog.text
         bases = bases_at([backend, other], kit.CHUNK)
         await kit.load([DurableSource(backend, delta, kit.CHUNK, bases=bases)], changed)
+        assert f"another holder than {backend.url} is asked" in caplog.text
         path.unlink()
         bases = bases_at([backend, other], kit.CHUNK)
         await kit.load([DurableSource(backend, delta, kit.CHUNK, bases=bases)], changed)
