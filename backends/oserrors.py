@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -40,7 +41,15 @@ def from_os_error(error: OSError, name: str) -> BackendError:
     label = errno.errorcode.get(number, type(error).__name__)
     text = os.strerror(number) if number else str(error)
     where = f" ({_shown(error.filename)})" if error.filename else ""
-    return _CLASSES.get(number, Permanent)(name, f"{label}: {text}{where}")
+    return _CLASSES.get(number, Permanent)(name, f"{label}: {text}{where}{_limit(number)}")
+
+
+def _limit(number: int) -> str:
+    """The limit of this process that is behind the error, if one is."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if number != errno.EFBIG or limit == resource.RLIM_INFINITY:
+        return ""
+    return f"; this process's files may have {limit:,} bytes at most (RLIMIT_FSIZE; ulimit -f)"
 
 
 def _shown(path: object) -> str:

@@ -45,7 +45,7 @@ from .info import OWNER_READS_MAX, ArenaInfo, describe
 from .lock import FileLock
 from .mapping import Mapping
 from .process import Process
-from .room import BLOCK_BYTES, check_room, reserve
+from .room import BLOCK_BYTES, reserve, resize
 from .slots import Pinned, SnapshotInfo, WriteSlot
 
 SUFFIX = ".arena"
@@ -580,8 +580,7 @@ def _fixed(
 def _size(fd: int, fixed: Fixed, directory: Path | None, populate: Populate) -> None:
     """Give a new file its size, and its memory; where that is to come "behind", that of what has no slot's data."""
     if populate == "behind":
-        check_room(fixed.nbytes, directory)
-        os.ftruncate(fd, fixed.nbytes)
+        resize(fd, fixed.nbytes, directory)
     reserve(fd, fixed.data_offset(0) if populate == "behind" else fixed.nbytes, directory)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,19 @@ def too_small(needed: int, free: int, where: str) -> MemoryTooSmall:
     )
 
 
+def _files_too_small(needed: int, limit: int, where: str) -> MemoryTooSmall:
+    """As :func:`too_small`, where this process may not make a file of that size."""
+    return MemoryTooSmall(
+        f"no room for the snapshot slots in {where}: this process's files may not be so large",
+        found=f"a limit of {limit:,} bytes on the size of a file (RLIMIT_FSIZE)",
+        expected=f"{needed:,} bytes",
+        hint="Raise the limit (ulimit -f unlimited, LimitFSIZE= of a service), or use fewer slots",
+        needed=needed,
+        free=limit,
+        where=where,
+    )
+
+
 def check_room(nbytes: int, directory: Path | None) -> None:
     """Raise :class:`MemoryTooSmall` when ``nbytes`` clearly do not fit: in the file system of ``directory``
     (None: memory without a name), in any memory cgroup above this process, or in the machine."""
@@ -53,19 +67,36 @@ def check_room(nbytes: int, directory: Path | None) -> None:
 def reserve(fd: int, nbytes: int, directory: Path | None, stop: threading.Event | None = None) -> None:
     """Give the file all its memory, unless told to ``stop``, or raise MemoryTooSmall: a page that is missing later
     would be a SIGBUS."""
-    try:
+    with _in_our_words(nbytes, directory):
         for start in range(0, nbytes, RESERVE_PIECE_BYTES):
             if stop is not None and stop.is_set():
                 return
             # Again and again: others take memory too.
             check_room(nbytes - os.fstat(fd).st_blocks * BLOCK_BYTES, directory)
             os.posix_fallocate(fd, start, min(RESERVE_PIECE_BYTES, nbytes - start))
+
+
+def resize(fd: int, nbytes: int, directory: Path | None) -> None:
+    """Give the file its size, for which memory is reserved later. Raises as :func:`reserve`."""
+    check_room(nbytes, directory)
+    with _in_our_words(nbytes, directory):
+        os.ftruncate(fd, nbytes)
+
+
+@contextlib.contextmanager
+def _in_our_words(nbytes: int, directory: Path | None) -> Iterator[None]:
+    """MemoryTooSmall for what the system says of memory that is not to be had."""
+    try:
+        yield
     except OSError as error:
+        where = "memory" if directory is None else str(directory)
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if error.errno == errno.EFBIG and limit != resource.RLIM_INFINITY:
+            raise _files_too_small(nbytes, limit, where) from error
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
             raise
-        stat = os.fstatvfs(fd)
-        where = "memory" if directory is None else str(directory)
-        raise too_small(nbytes, stat.f_bavail * stat.f_frsize, where) from error
+        free = min((free for _, free, _ in limits(directory)), default=0)
+        raise too_small(nbytes, max(free, 0), where) from error
 
 
 def limits(directory: Path | None) -> Iterator[tuple[str, int, int]]:

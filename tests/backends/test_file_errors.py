@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import subprocess
 from pathlib import Path
 
@@ -24,6 +25,20 @@ ERRORS = [
     *((number, Retryable) for number in (errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT)),
     (errno.EFBIG, Permanent),
 ]
+
+
+def test_a_limit_on_the_size_of_files_is_called_so(tmp_path: Path) -> None:
+    async def job(backend: LocalBackend) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300 << 10, hard))
+        try:
+            with pytest.raises(Permanent, match=r"EFBIG.*307,200 bytes at most \(RLIMIT_FSIZE"):
+                await backend.write("x", BIG)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert temporaries(tmp_path) == []
+
+    with_backend(LocalBackend(tmp_path), job)
 
 
 @pytest.mark.parametrize(("number", "kind"), ERRORS, ids=lambda value: errno.errorcode.get(value, ""))

@@ -3,9 +3,10 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import resource
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from everstep.errors import (
     UnknownFormat,
 )
 from everstep.memory import lock, room
-from everstep.memory.arena import Arena
+from everstep.memory.arena import Arena, Populate
 from everstep.memory.directory import arena_dir, clean, find_arenas, mapped_by
 from everstep.memory.errors import ArenaBusy, ArenaGone, SlotGone
 from everstep.memory.header import Kind
@@ -101,6 +102,38 @@ def test_memory_that_another_took_meanwhile(directory: Path, monkeypatch: pytest
     with pytest.raises(MemoryTooSmall, match=str(directory)):
         Arena.create(directory, **SETTINGS)
     assert os.listdir(directory) == []
+
+
+@pytest.fixture
+def small_files() -> Iterator[int]:
+    """This process's files may have so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300 << 10, hard))
+    yield 300 << 10
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("populate", ["now", "behind"])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_limit_on_the_size_of_files_is_called_so(
+    directory: Path, small_files: int, populate: Populate, named: bool
+) -> None:
+    options = {**SETTINGS, "slot_bytes": 1 << 20, "populate": populate}
+    with pytest.raises(MemoryTooSmall, match="RLIMIT_FSIZE") as caught:
+        _ = Arena.create(directory, **options) if named else Arena.create_memfd(**options)
+    assert f"{small_files:,} bytes" in str(caught.value.found) and caught.value.free == small_files
+    assert "shm" not in str(caught.value.hint) and "ulimit -f" in str(caught.value.hint)
+    assert os.listdir(directory) == []
+
+
+def test_memory_without_a_name_that_another_took_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(MemoryTooSmall) as caught:
+        Arena.create_memfd(**SETTINGS)
+    assert caught.value.free > 0
 
 
 def test_a_memory_file_has_no_limit_but_the_machines(directory: Path) -> None:
