@@ -24,6 +24,7 @@ from .errors import (
     UnsupportedValue,
 )
 from .format.constants import ALIGN_BYTES
+from .format.entries import path_of
 from .format.manifest import Abort
 from .format.records import IncarnationRecord, RunRecord
 from .loading import Loader
@@ -148,13 +149,14 @@ def save(
 def _refuse_regions(flat: FlatState) -> None:
     for index in flat.sharded:
         leaf = flat.leaves[index]
+        name = path_of(leaf.part, leaf.key)
         if sum(box.volume for box in leaf.boxes) < math.prod(leaf.shape):
             raise UnsupportedValue(
-                f"{leaf.part}/{leaf.key}: this process holds only a part of it, and everstep.save is for one process",
+                f"{name}: this process holds only a part of it, and everstep.save is for one process",
                 found=f"{len(leaf.boxes)} regions",
                 expected=f"all of shape {list(leaf.shape)}",
                 hint="Save with a Checkpointer on all ranks, or give the full tensor.",
-                path=f"{leaf.part}/{leaf.key}",
+                path=name,
             )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import NoCheckpoint
-from .format.entries import Entry, Scope
+from .format.entries import Entry, Scope, path_of
 from .format.hashing import digest
 from .phases import Phases
 from .plan import whose
@@ -296,7 +296,7 @@ class _Load:
             self.loose = set(doubt) - self.equal
         for part, key in sorted(self.loose):
             told = f"the own tensor of each of rank(s) {_some(sorted(doubt[part, key]))}, and not equal"
-            plan.differ("ranks", f"{part}/{key}: {told}; {_WHAT_TO_DO}")
+            plan.differ("ranks", f"{path_of(part, key)}: {told}; {_WHAT_TO_DO}")
         plan.raise_mismatches()
 
     # -- filling

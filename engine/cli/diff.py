@@ -268,8 +268,10 @@ def _nans(change: Change) -> str:
 
 
 def _text(name: Name) -> str:
+    from everstep.format.entries import path_of
+
     rank = "" if name.rank < 0 else f" of rank {name.rank}"
-    return f"{name.part}/{name.key}{rank}"
+    return path_of(name.part, name.key) + rank
 
 
 def _percent(share: float) -> str:

@@ -11,6 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+ROOT = "~root"
+"""Key of a tensor that is a whole part."""
+
+
+def path_of(part: str, key: str) -> str:
+    """What an entry is called where people read it: as the value that it was saved from."""
+    return part if key in ("", ROOT) else f"{part}/{key}"
+
 
 class Scope(enum.IntEnum):
     """Whose an entry is."""

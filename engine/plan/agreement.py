@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..format.entries import Box, Entry, Scope
+from ..format.entries import Box, Entry, Scope, path_of
 
 AUDIT_BYTES = 256 << 20
 """What a rank reads at one flush to audit the replicated entries that it shares with one set of ranks; one entry is
@@ -141,7 +141,7 @@ class Disagreement:
         return tuple(sorted(rank for group in self.groups[1:] for rank in group))
 
     def text(self) -> str:
-        where = f"{self.part}/{self.key}"
+        where = path_of(self.part, self.key)
         if self.odd:
             said = f"{where} is different on {ranks_text(self.odd)} than on {ranks_text(self.groups[0])}, who are more"
         else:

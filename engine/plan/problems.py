@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import EverstepError
+from ..format.entries import path_of
 
 PROBLEMS_MAX = 20
 """Most problems that one message spells out; the rest is counted."""
@@ -23,9 +24,10 @@ class Problems:
         """Note ``text`` about ``key`` of ``part``."""
         self.count += 1
         if len(self.texts) < PROBLEMS_MAX:
-            self.texts.append(f"{part}/{key}: {text}")
-            if f"{part}/{key}" not in self.keys:
-                self.keys.append(f"{part}/{key}")
+            name = path_of(part, key)
+            self.texts.append(f"{name}: {text}")
+            if name not in self.keys:
+                self.keys.append(name)
 
     def raise_if_any(self, error: type[EverstepError], message: str, **fields: Any) -> None:
         """Raise ``error`` with everything noted; its fields ``keys`` and ``count`` are for programs."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from everstep.errors import StateMismatch
+from everstep.format.entries import path_of
 from everstep.format.layout import Entry, Layout
 from everstep.memory import points
 from everstep.memory.arena import Arena
@@ -225,7 +226,7 @@ def _check(
 
 
 def _name(entry: Entry) -> str:
-    return f"{entry.part}/{entry.key}"
+    return path_of(entry.part, entry.key)
 
 
 def _split(sources: _Sources, late: Collection[int]) -> tuple[_Sources, _Sources]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 from everstep.errors import MemoryTooSmall, StateMismatch
+from everstep.format.entries import path_of
 from everstep.memory.room import check_room
 from everstep.memory.slots import WriteSlot
 from everstep.state.plan_base import Slot
@@ -147,7 +148,7 @@ class DeviceSlot:
             source = self._source(slot)
             if source is None:
                 raise StateMismatch(
-                    f"{entry.part}/{entry.key}: the snapshot on the device has other regions of it",
+                    f"{path_of(entry.part, entry.key)}: the snapshot on the device has other regions of it",
                     found=entry.boxes,
                     expected=slot.box,
                     key=entry.key,
@@ -155,7 +156,7 @@ class DeviceSlot:
             to = _carried(slot.tensor)
             if source.shape != to.shape or source.dtype != to.dtype:
                 raise StateMismatch(
-                    f"{entry.part}/{entry.key} is not what the snapshot on the device has",
+                    f"{path_of(entry.part, entry.key)} is not what the snapshot on the device has",
                     found=f"{source.dtype} {list(source.shape)}",
                     expected=f"{to.dtype} {list(to.shape)}",
                     key=entry.key,

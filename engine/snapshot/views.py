@@ -10,6 +10,7 @@ from math import prod
 
 import torch
 from everstep.errors import UnsupportedValue
+from everstep.format.entries import path_of
 from everstep.format.layout import Layout
 from everstep.memory.control import COPY_PREFIX, IMAGE_PREFIX
 
@@ -80,11 +81,12 @@ def expect(layout: Layout) -> Expected:
             plain = plain and dtype in COPYABLE and _is_typed(begin, size, box.volume, dtype)
             begin += size
         if begin != offset + entry.nbytes:
+            name = path_of(entry.part, entry.key)
             raise UnsupportedValue(
-                f"{entry.part}/{entry.key}: boxes of dtype {entry.dtype} have another size in the running torch",
+                f"{name}: boxes of dtype {entry.dtype} have another size in the running torch",
                 found=begin - offset,
                 expected=entry.nbytes,
-                path=f"{entry.part}/{entry.key}",
+                path=name,
             )
     return replace(found, plain=plain, boxed=boxed)
 

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from ..errors import UnsupportedValue
+from ..format.entries import ROOT, path_of
 from . import keys
 from .registry import VALUE_BASES, Unknown, attributes_of, type_name
 from .wire import DEPTH_MAX, FACTORIES, STATE_BYTES_MAX, STATE_VERSION, Node, Tag
@@ -78,7 +79,7 @@ class Encoder:
 
     def refuse(self, value: Any, text: str, why: str, hint: str | None = None) -> UnsupportedValue:
         """The error for a value that cannot be stored, to be raised by the caller."""
-        where = f"{self.part}/{text}" if text else self.part
+        where = path_of(self.part, text)
         kind = type(value)
         return UnsupportedValue(
             f"{where}: {why}",
@@ -100,7 +101,7 @@ class Encoder:
         if kind in self.leaf_types:
             if self._in_key:
                 raise self.refuse(value, text, "a tensor cannot be a key or an element of a set")
-            return self.leaf(value, text or keys.ROOT, path[:-1], path[-1] if path else None)
+            return self.leaf(value, text or ROOT, path[:-1], path[-1] if path else None)
         handler = self.handlers.get(kind) or HANDLERS.get(kind)
         if handler is not None:
             return handler(self, value, text, path)

@@ -17,9 +17,6 @@ import xxhash
 
 from .wire import Node
 
-ROOT = "~root"
-"""Key of a tensor that is a whole part."""
-
 RESERVED = "__metadata__"
 """A name that the safetensors header keeps for itself."""
 

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from ..format.entries import ROOT, path_of
 from ..format.layout import Box, EntrySpec, Scope
-from . import foreign, keys, objects, recipes, sharded
+from . import foreign, objects, recipes, sharded
 from .encode import HANDLERS, Encoder, Handler, Path
 from .meshes import spread
 from .recipes import Recipe, Recipes
@@ -341,7 +342,7 @@ class TreeEncoder(Encoder):
             array = array.copy()
         self._alive.append(value)
         parent, key = path[:-1], path[-1] if path else None
-        _, index = self.leaf(torch.from_numpy(array), text or keys.ROOT, parent, key)
+        _, index = self.leaf(torch.from_numpy(array), text or ROOT, parent, key)
         self._at[-id(value)] = index
         return [Tag.ARRAY_REF.value, index, dtype, list(value.shape)]
 
@@ -363,15 +364,15 @@ class TreeEncoder(Encoder):
         return None
 
     def where(self, text: str) -> str:
-        return f"{self.part}/{text}" if text else self.part
+        return path_of(self.part, text)
 
     def _sharded(self, value: Any, text: str, path: Path) -> Node | None:
         """A value of which this rank holds regions, as a leaf of the whole job; None if ``value`` is none."""
         key = sharded.identity(value)
         index = self._sharded_at.get(key)
         if index is None:
-            place = text or keys.ROOT
-            held = sharded.held_by(value, f"{self.part}/{place}")
+            place = text or ROOT
+            held = sharded.held_by(value, path_of(self.part, place))
             if held is None:
                 return None
             if self._in_key:

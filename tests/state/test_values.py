@@ -356,6 +356,17 @@ def test_anything_else_is_refused_by_its_path(name: str) -> None:
     assert "extra/hooks/[1]" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.filterwarnings("ignore")
+def test_a_whole_part_that_is_refused_is_named_as_the_part(name: str) -> None:
+    value = REFUSED[name]()
+    with pytest.raises(UnsupportedValue) as caught:
+        flatten({"v": value})
+    path = caught.value.path
+    assert path == "v" or (path.startswith("v/") and not isinstance(value, torch.Tensor))
+    assert "~root" not in str(caught.value) and "~root" not in path
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_quantised_tensors_are_refused() -> None:
     with pytest.raises(UnsupportedValue, match="quint8"):
