@@ -117,7 +117,8 @@ def _held(survey: Survey, usage: Usage, going: Sequence[tuple[int, int]]) -> Hel
     given_up = sum(
         usage.steps[key].beside(attempt) for key, attempt in counting.items() if key in usage.steps
     )
-    given_up += sum(usage.steps[one.key].nbytes for one in survey.removing if one.key in usage.steps)
+    gone = [*survey.removing, *survey.removed]
+    given_up += sum(usage.steps[one.key].nbytes for one in gone if one.key in usage.steps)
     freed = {key: usage.steps[key].nbytes for key in going if key in usage.steps}
     return Held(survey, usage, freed, given_up)
 

@@ -118,7 +118,13 @@ def _as_text(found: Survey, snapshots: list[MemorySnapshot], metrics: bool) -> s
     notes += [
         _count(len(found.aside), "checkpoint is set aside as damaged", "checkpoints are set aside as damaged")
     ]
-    notes += [_count(len(found.removing), "checkpoint is being removed", "checkpoints are being removed")]
+    notes += [
+        _count(
+            len(found.removing),
+            "checkpoint is not wholly removed yet; if that broke off, everstep gc finishes it",
+            "checkpoints are not wholly removed yet; what broke off, everstep gc finishes",
+        )
+    ]
     notes += [f"{len(found.unreadable)} cannot be read, see below" if found.unreadable else ""]
     if any(notes):
         blocks.append("\n".join(note for note in notes if note))

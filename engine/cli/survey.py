@@ -27,9 +27,9 @@ class Listed:
 
 @dataclass
 class Survey:
-    """A run. ``undecided`` were begun and not committed (or given up), ``removing`` bear a tombstone, ``aside`` were
-    found damaged and set aside; none of these are checkpoints. ``unreadable`` cannot be judged: the name of the
-    directory, and why."""
+    """A run. ``undecided`` were begun and not committed (or given up), ``removing`` bear a tombstone and are not wholly
+    removed, of the ``removed`` nothing but that is left, ``aside`` were found damaged and set aside; none of these are
+    checkpoints. ``unreadable`` cannot be judged: the name of the directory, and why."""
 
     url: str
     run: RunRecord
@@ -37,6 +37,7 @@ class Survey:
     checkpoints: list[Listed] = field(default_factory=list)
     undecided: list[StepNames] = field(default_factory=list)
     removing: list[StepNames] = field(default_factory=list)
+    removed: list[StepNames] = field(default_factory=list)
     aside: list[StepNames] = field(default_factory=list)
     unreadable: list[tuple[str, EverstepError]] = field(default_factory=list)
 
@@ -99,9 +100,13 @@ async def read_survey(backend: Backend) -> Survey:
         if isinstance(decision, Manifest):
             counts = lineage.counts(step.incarnation, step.step)
             found.checkpoints.append(Listed(decision, counts))
+        elif decision is None:
+            found.undecided.append(step)
+        elif isinstance(decision, Quarantine):
+            found.aside.append(step)
         else:
-            aside = found.aside if isinstance(decision, Quarantine) else found.removing
-            (found.undecided if decision is None else aside).append(step)
+            left = step.attempts or len(step.decisions) > 1
+            (found.removing if left else found.removed).append(step)
 
     await each(await list_steps(backend), one)
     found.checkpoints.sort(key=lambda x: (x.manifest.incarnation, x.manifest.step))

@@ -357,7 +357,9 @@ class _Rotation:
         with writing(self.backend, directory):
             await self.backend.delete(decisions)
         reach("rotate.deleted.decisions", directory)
-        self.report.removed += [grave.found.key for grave in graves if grave.manifest is not None]
+        rests = {attempt[:2] for attempt in attempts}
+        done = [grave.found for grave in graves if grave.manifest is not None or grave.found.place in rests]
+        self.report.removed += [found.key for found in done]
         for grave in graves:
             later = [attempt for attempt in grave.found.attempts if attempt > grave.tombstone.number]
             if later or not self._is_old(grave.tombstone):

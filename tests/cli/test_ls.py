@@ -11,6 +11,7 @@ from cli_kit import LATER_STEP, MADE_STEPS, arena_with_snapshot, bare_run, evers
 from everstep.format import names
 from everstep.format.manifest import Tombstone, encode_decision
 from everstep.memory.header import Kind
+from everstep.store.runs import now
 
 MANY = 1000
 MANY_CPU_S_MAX = 1.0
@@ -47,6 +48,30 @@ def test_what_is_not_committed_is_no_checkpoint(tmp_path: Path) -> None:
     assert found["undecided"] == [{"step": 3, "incarnation": 1}]
     assert found["removing"] == [{"step": 2, "incarnation": 1}]
     assert "1 flush was begun" in everstep("ls", root).out
+
+
+def test_a_removal_that_broke_off_is_told_until_gc_has_finished_it(tmp_path: Path) -> None:
+    """And one that is finished is not, though its tombstone must stand for some time."""
+    root = bare_run(tmp_path / "run", incarnation(1), manifests=[manifest(1, 1), manifest(2, 1)])
+    old = encode_decision(Tombstone(1, 1, 2, "retention", created="2026-01-01T00:00:00Z"))
+    (root / names.decision(1, 1, 1)).unlink()
+    (root / names.decision(1, 1, 2)).write_bytes(old)
+    said = everstep("ls", root)
+    assert "remov" not in said.out and everstep("ls", root, "--json").json["removing"] == []
+
+    image = root / names.image(2, 1, 1, 0, "model")
+    image.parent.mkdir(parents=True, exist_ok=True)
+    image.write_bytes(bytes(100))
+    (root / names.decision(2, 1, 1)).unlink()
+    (root / names.decision(2, 1, 2)).write_bytes(
+        encode_decision(Tombstone(2, 1, 2, "retention", created=now()))
+    )
+    said = everstep("ls", root)
+    assert "1 checkpoint is not wholly removed yet" in said.out and "everstep gc finishes it" in said.out
+    collected = everstep("gc", root, "--older-than", "0s")
+    assert "removed the rest of step 2" in collected.out and "100 B freed" in collected.out, collected
+    assert "remov" not in everstep("ls", root).out
+    assert not image.exists()
 
 
 def test_a_damaged_manifest_is_told_and_hides_nothing_else(run: Path) -> None:
