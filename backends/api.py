@@ -150,6 +150,11 @@ class Backend(Protocol):
         become empty may be removed too."""
         ...
 
+    async def displace(self, name: str, to: str) -> None:
+        """Give what has an object's ``name`` and is none (a directory) the name ``to``, durably. Raises NotFound,
+        Conflict if ``to`` is not free, and Permanent where it is an object, or where nothing can be moved."""
+        ...
+
     async def leftovers(self, prefix: str = "") -> Items:
         """Unfinished temporaries (and uploads) that lie below ``prefix``."""
         ...

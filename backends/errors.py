@@ -7,6 +7,7 @@
     ├── Conflict      the name exists already (create-if-absent)
     ├── Permanent     trying again cannot help: denied, not a directory, unsupported
     │   ├── NoSpace   full disk or quota
+    │   ├── NotAnObject  a directory, or another thing that is no object, has that name
     │   └── UnknownOption  a storage option that nobody knows
     ├── Retryable     may succeed when tried again: timeouts, resets, 5xx
     └── ShortRead     an object ends before the bytes asked for
@@ -48,6 +49,10 @@ class Permanent(BackendError):
 
 class NoSpace(Permanent):
     """A full disk or quota."""
+
+
+class NotAnObject(Permanent):
+    """Something else than an object has that name: a directory, as a rule."""
 
 
 class UnknownOption(Permanent):

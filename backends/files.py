@@ -95,6 +95,9 @@ class LocalBackend:
     async def delete(self, names: Iterable[str]) -> None:
         await self._delete([check_name(name) for name in names])
 
+    async def displace(self, name: str, to: str) -> None:
+        await self._run(lambda: self._files.displace(name, to))
+
     async def leftovers(self, prefix: str = "") -> Items:
         return [item async for item in self._scan(prefix, temporaries=True)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from .errors import BackendError, Conflict, NotFound, Permanent, Retryable
+from .errors import BackendError, Conflict, NotAnObject, NotFound, Permanent, Retryable
 from .oserrors import from_os_error
 
 CAUSE_CHARS_MAX = 300
@@ -21,6 +21,8 @@ def from_fs_error(error: BaseException, name: str) -> BackendError:
         return Conflict(name, "exists already")
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return NotFound(name)
+    if isinstance(error, IsADirectoryError):
+        return NotAnObject(name, "a directory")
     if isinstance(error, (asyncio.TimeoutError, TimeoutError, ConnectionError)):
         return Retryable(name, _words(error))
     status = _status(error)

@@ -211,6 +211,9 @@ class FsspecBackend:
         if first:
             raise first[0]
 
+    async def displace(self, name: str, to: str) -> None:
+        raise Permanent(name, "nothing is moved here; move it away by hand")
+
     async def leftovers(self, prefix: str = "") -> Items:
         return [item async for item in self._scan(check_prefix(prefix), is_temporary_of_ours)]
 

@@ -6,11 +6,12 @@ import errno
 import os
 import stat
 from collections.abc import Iterable
+from contextlib import suppress
 
 from .aligned import BLOCK, aligned_buffer, as_bytes, is_aligned, round_down
 from .api import Item, check_name, is_name
 from .door import O_DIRECT, UNSUPPORTED, Door, Entry, File, parent_of
-from .errors import BackendError, Conflict, NotFound, Permanent, Retryable, ShortRead
+from .errors import BackendError, Conflict, NotAnObject, NotFound, Permanent, Retryable, ShortRead
 from .filewriter import FileWriter
 from .oserrors import from_os_error, translated
 from .publish import TEMPORARY_PREFIX, Publisher
@@ -71,13 +72,25 @@ class LocalFiles:
         with translated(name):
             found = self.door.stat(name)
         if not stat.S_ISREG(found.st_mode):
-            raise Permanent(name, "not a regular file")
+            raise NotAnObject(name, _what(found.st_mode))
         return found.st_size
+
+    def displace(self, name: str, to: str) -> None:
+        check_name(name)
+        check_name(to)
+        with translated(name):
+            if stat.S_ISREG(self.door.stat(name).st_mode):
+                raise Permanent(name, "an object, which is not to be displaced")
+        with suppress(NotFound), translated(to):
+            self.door.stat(to)
+            raise Conflict(to, "exists already")
+        with translated(name):
+            self._publisher.move(name, to)
 
     def _regular_size(self, file: File) -> int:
         found = self.door.stat_file(file)
         if not stat.S_ISREG(found.st_mode):
-            raise Permanent(file.name, "not a regular file")
+            raise NotAnObject(file.name, _what(found.st_mode))
         return found.st_size
 
     def _read_whole(self, file: File, nbytes: int) -> bytes:
@@ -249,6 +262,10 @@ _READ = os.O_RDONLY | os.O_NONBLOCK
 
 _STAYS = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, errno.ENOTDIR, errno.EACCES, errno.EPERM})
 """Errors of rmdir by which a directory simply stays."""
+
+
+def _what(mode: int) -> str:
+    return "a directory" if stat.S_ISDIR(mode) else "not a regular file"
 
 
 def check_prefix(prefix: str) -> str:

@@ -9,12 +9,13 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .errors import BackendError, NoSpace, NotFound, Permanent, Retryable
+from .errors import BackendError, NoSpace, NotAnObject, NotFound, Permanent, Retryable
 
 _CLASSES: dict[int, type[BackendError]] = {
     errno.ENOENT: NotFound,
     errno.ENOSPC: NoSpace,
     errno.EDQUOT: NoSpace,
+    errno.EISDIR: NotAnObject,
     # Moments of a busy machine or a network file system; everything that is not named here is permanent.
     errno.EAGAIN: Retryable,
     errno.EINTR: Retryable,

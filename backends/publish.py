@@ -83,6 +83,16 @@ class Publisher:
         self._door.rename(temporary, name)
         self.sync_directory(directory)
 
+    def move(self, name: str, to: str) -> None:
+        """Give what lies under ``name`` the name ``to``, which is free, durably."""
+        directory = parent_of(to) or ""
+        self._make_directory(directory)
+        self.settle(directory)
+        self._door.rename(name, to)
+        self.forget(name)
+        self.sync_directory(directory)
+        self.sync_directory(parent_of(name) or "")
+
     def link(self, temporary: str, name: str) -> bool:
         """Publish a finished, fsynced temporary as ``name`` if that is free, and remove the temporary. False
         if it is not free; then what is there has a durable name too, so that the caller may build on it."""

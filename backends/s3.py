@@ -324,6 +324,9 @@ class S3Backend:
 
     # -- unfinished uploads ----------------------------------------------------------------------------
 
+    async def displace(self, name: str, to: str) -> None:
+        raise Permanent(name, "nothing is moved here; move it away by hand")
+
     async def leftovers(self, prefix: str = "") -> Items:
         start = self._root + (check_prefix(prefix) + "/" if prefix else "")
         uploads = [upload async for upload in self._uploads(start)]

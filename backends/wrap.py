@@ -51,6 +51,9 @@ class Wrapper:
     async def delete(self, names: Iterable[str]) -> None:
         await self.inner.delete(names)
 
+    async def displace(self, name: str, to: str) -> None:
+        await self.inner.displace(name, to)
+
     async def leftovers(self, prefix: str = "") -> Items:
         return await self.inner.leftovers(prefix)
 

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from everstep.backends import parallel
 from everstep.backends.api import Backend
-from everstep.backends.errors import BackendError, Conflict, NoSpace, NotFound
-from everstep.errors import CannotTell, SaveFailed, StorageFull
+from everstep.backends.errors import BackendError, Conflict, NoSpace, NotAnObject, NotFound
+from everstep.errors import CannotTell, Damaged, SaveFailed, StorageFull
 
 PARALLEL_MAX = 16
 """Requests for small objects that one call has in flight."""
@@ -27,11 +27,14 @@ R = TypeVar("R")
 
 @contextmanager
 def reading(backend: Backend, name: str) -> Iterator[None]:
-    """Turn what a read of ``name`` raises into :class:`CannotTell`, but for NotFound."""
+    """Turn what a read of ``name`` raises into :class:`CannotTell`, but for NotFound; into :class:`Damaged` where what
+    has that name is no object."""
     try:
         yield
     except NotFound:
         raise
+    except NotAnObject as error:
+        raise no_object(error, name) from error
     except BackendError as error:
         raise CannotTell(
             f"{backend.url}: cannot read {name or 'the listing'}",
@@ -39,6 +42,17 @@ def reading(backend: Backend, name: str) -> Iterator[None]:
             hint="Try again when the storage answers; nothing was decided from this",
             name=name,
         ) from error
+
+
+def no_object(error: NotAnObject, name: str) -> Damaged:
+    """The error where something else has the name of an object."""
+    return Damaged(
+        f"{name}: something else has the name of an object",
+        found=error.cause or "a directory",
+        expected="a file of everstep's",
+        hint="Nobody removes it; move it away, as everstep fsck --repair does where it can have the object",
+        name=name,
+    )
 
 
 @contextmanager

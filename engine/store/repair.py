@@ -31,15 +31,12 @@ from .commit import publish_decision, try_commit
 from .findings import Finding, Kind, Severity
 from .memories import NO_MEMORY, Memory
 from .mirror import read_small
-from .repair_base import bring_base, directory_of
+from .repair_base import ASIDE_MAX, bring_base, directory_of, make_way
 from .repair_rank import Share
 from .repair_records import counting_below, hiding_record, is_damaged, passed_record
 from .runs import now
 
 log = logging.getLogger("everstep.store")
-
-ASIDE_MAX = 100
-"""Damaged decisions that are kept of one name."""
 
 Place = tuple[int, int]
 """(step, incarnation)"""
@@ -295,6 +292,7 @@ class _Work:
         return False
 
     async def put(self, name: str, data: bytes, how: str) -> None:
+        await make_way(self.target, name)
         reach("repair.put.before", name)
         with writing(self.target, name):
             await self.target.write(name, data)
@@ -310,12 +308,16 @@ class _Work:
     async def _set_aside(self, name: str, *, keep: bool = False) -> None:
         """Keep a damaged object under another name; unless it is to ``keep`` its own, too, until that is written anew,
         it is removed."""
+        if await make_way(self.target, name):
+            return
         data = await read_small(self.target, name)
         for number in range(1, ASIDE_MAX + 1):
             aside = names.aside(name, number)
             try:
                 if await read_small(self.target, aside) == data:
                     break
+            except Damaged:
+                continue
             except NotFound:
                 with writing(self.target, aside):
                     await self.target.write(aside, data)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from everstep.backends.api import Backend
+from everstep.backends.errors import BackendError, Conflict, NotAnObject
 from everstep.errors import EverstepError, NoCheckpoint, SaveAbandoned, SaveFailed, StorageFull
 from everstep.format import names
 from everstep.format.manifest import Manifest
 from everstep.format.records import RunRecord
 
+from .asking import writing
 from .catalog import list_step, read_decision
 from .mirror import conclude, mirror_rank
 from .runs import open_run
@@ -18,8 +21,29 @@ from .runs import open_run
 CHAIN_MAX = 64
 """Bases below each other."""
 
+ASIDE_MAX = 100
+"""Damaged objects that are kept of one name."""
+
 Place = tuple[int, int]
 """(step, incarnation)"""
+
+
+async def make_way(place: Backend, name: str) -> bool:
+    """Where something else has the name of an object (a directory), which nobody may remove, move it to where damaged
+    objects are kept; whether it was so. Raises SaveFailed where it cannot be moved."""
+    try:
+        await place.size(name)
+        return False
+    except NotAnObject:
+        pass
+    except BackendError:
+        return False
+    with writing(place, name):
+        for number in range(1, ASIDE_MAX + 1):
+            with suppress(Conflict):
+                await place.displace(name, names.aside(name, number))
+                return True
+    raise SaveFailed(f"{name}: it cannot be moved away, so many were", found=ASIDE_MAX, name=name)
 
 
 def directory_of(name: str) -> Place | None:

@@ -23,6 +23,7 @@ from .bases import lacking
 from .catalog import list_step, read_decision
 from .memories import Images, Memory
 from .mirror import read_small
+from .repair_base import make_way
 from .revote import remade_votes
 from .sources import DurableSource, bases_at
 
@@ -123,6 +124,7 @@ class Share:
         return None
 
     async def _put(self, name: str, data: bytes, how: str) -> None:
+        await make_way(self._target, name)
         reach("repair.put.before", name)
         with writing(self._target, name):
             await self._target.write(name, data)
@@ -150,6 +152,7 @@ class Share:
                 if list(used) == [self._target.url] and await self._target.size(name) == stored.nbytes:
                     await writer.abort()
                     return "its bytes are those that were written: what is wrong with it was wrong then"
+                await make_way(self._target, name)
                 await writer.commit()
             except BaseException:
                 await writer.abort()

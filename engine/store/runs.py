@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 
 from everstep.backends.api import Backend
-from everstep.backends.errors import BackendError, Conflict, NotFound, Permanent
+from everstep.backends.errors import BackendError, Conflict, NotAnObject, NotFound, Permanent
 from everstep.errors import BadOption, CannotTell, Damaged, NotARun, RunError, SaveFailed
 from everstep.format import names
 from everstep.format.constants import FORMAT_VERSION, HASH_ID, TIME_FORMAT
@@ -24,7 +24,7 @@ from everstep.format.records import (
     encode_run,
 )
 
-from .asking import SMALL_BYTES_MAX, each, reading, writing
+from .asking import SMALL_BYTES_MAX, each, no_object, reading, writing
 
 ADD_TRIES_MAX = 16
 """How often :func:`add_incarnation` takes the next number when others were faster."""
@@ -48,6 +48,9 @@ async def open_run(backend: Backend) -> RunRecord:
         data = await backend.read(names.RUN, SMALL_BYTES_MAX)
     except NotFound:
         raise await _what_is_there(backend) from None
+    except NotAnObject as error:
+        told = await _what_is_there(backend)
+        raise (no_object(error, names.RUN) if isinstance(told, Damaged) else told) from error
     except Permanent as error:
         raise await _refused(backend, error) from error
     except BackendError as error:

@@ -9,9 +9,18 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from everstep.backends.aligned import aligned_buffer
 from everstep.backends.conformance import content, names_of, put
 from everstep.backends.door import Door, File
-from everstep.backends.errors import BackendError, NoSpace, Permanent, Retryable
+from everstep.backends.errors import (
+    BackendError,
+    Conflict,
+    NoSpace,
+    NotAnObject,
+    NotFound,
+    Permanent,
+    Retryable,
+)
 from everstep.backends.files import LocalBackend
 from everstep.backends.filewriter import FileWriter
 
@@ -25,6 +34,35 @@ ERRORS = [
     *((number, Retryable) for number in (errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT)),
     (errno.EFBIG, Permanent),
 ]
+
+
+def test_a_directory_in_the_place_of_an_object_can_be_moved_and_nothing_else(tmp_path: Path) -> None:
+    async def job(backend: LocalBackend) -> None:
+        await backend.write("a/object", b"x")
+        (tmp_path / "a" / "d").mkdir()
+        (tmp_path / "a" / "d" / "theirs").write_text("theirs")
+        for call in (
+            backend.read("a/d"),
+            backend.size("a/d"),
+            backend.read_into("a/d", 0, memoryview(bytearray(8))),
+            backend.read_into("a/d", 0, aligned_buffer(2 << 20)),
+            backend.write("a/d", b"y"),
+            backend.delete(["a/d"]),
+        ):
+            with pytest.raises(NotAnObject):
+                await call
+        with pytest.raises(Conflict):
+            await backend.displace("a/d", "a/object")
+        with pytest.raises(Permanent):
+            await backend.displace("a/object", "b/c/e")
+        with pytest.raises(NotFound):
+            await backend.displace("a/none", "b/c/e")
+        await backend.displace("a/d", "b/c/d")
+        await backend.write("a/d", b"y")
+        assert (tmp_path / "b" / "c" / "d" / "theirs").read_text() == "theirs"
+        assert await names_of(backend) == {"a/object", "a/d", "b/c/d/theirs"} and temporaries(tmp_path) == []
+
+    with_backend(LocalBackend(tmp_path), job)
 
 
 def test_a_limit_on_the_size_of_files_is_called_so(tmp_path: Path) -> None:

@@ -521,11 +521,11 @@ def _unreadable_pin(root: Path) -> None:
     cuts(EXPIRED)(root)
 
 
-# -- no answer
+# -- something else in an object's place
 
 
 def _in_the_way(name: str) -> Callable[[Path], None]:
-    """A directory in an object's place: the storage gives no answer."""
+    """A directory in an object's place."""
 
     def make(root: Path) -> None:
         (root / name).unlink()
@@ -534,14 +534,21 @@ def _in_the_way(name: str) -> Callable[[Path], None]:
     return make
 
 
-for what, name in {
+READ = {
     "run.json": names.RUN,
     "a record": FIRST,
     "a manifest": MANIFEST,
     "a vote": VOTE,
     "an image": IMAGE,
-}.items():
-    harm(f"no answer for {what}", ("cannot-tell", "cannot-tell", name))(_in_the_way(name))
+}
+for what, name in READ.items():
+    harm(f"a directory for {what}", ("damage", "damaged", name))(_in_the_way(name))
+
+# -- no answer
+
+for what, name in READ.items():
+    how = "read_into" if name == IMAGE else "read"
+    harm(f"no answer for {what}", ("cannot-tell", "cannot-tell", name), silent=(how, name))(lambda root: None)
 
 
 UNANSWERED = {
@@ -562,7 +569,13 @@ harm("no answer for gathered votes", ("cannot-tell", "cannot-tell", GATHER), sil
 )
 
 
-@harm("no answer for the vote of an attempt", ("cannot-tell", "cannot-tell", names.vote(5, 2, 1, 0)))
+OPEN_VOTE = names.vote(5, 2, 1, 0)
+
+
+@harm(
+    "no answer for the vote of an attempt",
+    ("cannot-tell", "cannot-tell", OPEN_VOTE),
+    silent=("read", OPEN_VOTE),
+)
 def _no_vote(root: Path) -> None:
     _in_flight(root)
-    _in_the_way(names.vote(5, 2, 1, 0))(root)

@@ -75,6 +75,12 @@ def remove(path: Path) -> None:
     path.unlink()
 
 
+def directory(path: Path) -> None:
+    """What a mount, an unpacked archive or a person may leave."""
+    path.unlink()
+    path.mkdir()
+
+
 def of_another_step(path: Path) -> None:
     """The same file of the step before."""
     path.write_bytes(Path(str(path).replace(f"{STEP:09d}", f"{STEP - 1:09d}")).read_bytes())
@@ -116,5 +122,12 @@ DAMAGES: dict[str, Damage] = {
     "a manifest missing": Damage(remove, MANIFEST, "undecided", Reach.EQUAL, Reach.EQUAL),
     "a bit of an incarnation's record": Damage(flip(30), RECORD, "damaged", Reach.LEFT),
     "an incarnation's record missing": Damage(remove, RECORD, "missing", Reach.LEFT),
+    "a directory for an image": Damage(directory, IMAGE, "damaged", Reach.ASIDE),
+    "a directory for a state image": Damage(directory, STATE, "damaged", Reach.ASIDE),
+    "a directory for a vote": Damage(directory, VOTE, "damaged", Reach.MENDED),
+    "a directory for a layout": Damage(directory, LAYOUT, "damaged", Reach.LEFT),
+    "a directory for a manifest": Damage(directory, MANIFEST, "damaged", Reach.EQUAL),
+    "a directory for an incarnation's record": Damage(directory, RECORD, "damaged", Reach.LEFT),
+    "a directory for run.json": Damage(directory, names.RUN, "damaged", Reach.LEFT),
     "a bit of run.json": Damage(flip(30), names.RUN, "damaged", Reach.LEFT),
 }

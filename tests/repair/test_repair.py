@@ -115,6 +115,25 @@ def test_fsck_says_what_is_hurt_and_what_still_loads(whole: Path, tmp_path: Path
     assert_said(tmp_path / "run", name, DAMAGES[what])
 
 
+@pytest.mark.parametrize("name", [MANIFEST, VOTE, IMAGE])
+def test_a_directory_in_the_place_of_an_object_is_called_so_and_kept(
+    whole: Path, tmp_path: Path, name: str
+) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(whole, root)
+    shutil.copytree(whole, tmp_path / "far")
+    (root / name).unlink()
+    (root / name / "inner").mkdir(parents=True)
+    (root / name / "inner" / "theirs").write_text("a person's")
+    [said] = [finding for finding in look(root).after if finding.name == name]
+    assert "a directory" in said.message and "fsck --repair" in said.message
+    mended = mend(root, tmp_path / "far")
+    assert bad(mended.after) == [] and files(root) == files(whole)
+    kept = root / names.aside(name, 1) / "inner" / "theirs"
+    assert kept.read_text() == "a person's"
+    assert exit_code(look(root).after) == 0
+
+
 def assert_reached(whole: Path, root: Path, mended: Mended, reach: Reach, name: str) -> None:
     damage = bad(mended.after)
     if reach is Reach.MENDED:
