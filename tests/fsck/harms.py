@@ -541,8 +541,12 @@ READ = {
     "a vote": VOTE,
     "an image": IMAGE,
 }
-for what, name in READ.items():
-    harm(f"a directory for {what}", ("damage", "damaged", name))(_in_the_way(name))
+harm("a directory for run.json", names.RUN, beside=MENDED, hurts=ALL)(_in_the_way(names.RUN))
+harm("a directory for a record", FIRST, beside=MENDED, hurts=ALL)(_in_the_way(FIRST))
+harm("a directory for a manifest", MANIFEST, alone=EQUAL, beside=MENDED, hurts=(LAST,))(_in_the_way(MANIFEST))
+harm("a directory for a vote", VOTE, alone=MENDED, hurts=(LAST,))(_in_the_way(VOTE))
+harm("a directory for an image", IMAGE, alone=ASIDE, beside=MENDED, hurts=(LAST,))(_in_the_way(IMAGE))
+
 
 # -- no answer
 
