@@ -174,6 +174,12 @@ class Members:
             member.watch = None
 
 
+def _close_in(owner: int, fd: int) -> None:
+    """A forked child has closed it already, and may have another file under that number."""
+    if os.getpid() == owner:
+        close_file(fd)
+
+
 def open_arena(path: str, fd: int | None, *, rank: int, run_key: str, known: Arena | None) -> Arena:
     """The trainer's arena, mapped, and checked to be that rank's of this run; ``known`` itself if it is that
     file. It lets go of its file when nothing refers to it any more. May wait for the arena's lock for some
@@ -183,7 +189,7 @@ def open_arena(path: str, fd: int | None, *, rank: int, run_key: str, known: Are
             return known
         arena = Arena.attach_fd(fd) if fd is not None else Arena.attach(Path(path))
         # Members, jobs and others share it, so that nobody can close it for all of them.
-        weakref.finalize(arena, close_file, arena.fileno())
+        weakref.finalize(arena, _close_in, os.getpid(), arena.fileno())
         info = arena.info
     except OSError as error:
         if isinstance(error, EverstepError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import socket
@@ -20,12 +21,13 @@ import pytest
 from everstep.agent import link, main, places, protocol, spawn
 from everstep.agent.client import fetch_arenas
 from everstep.agent.link import Link, State
+from everstep.agent.members import open_arena
 from everstep.agent.values import AgentSettings
 from everstep.errors import AgentError, RunInUse, SaveFailed
 from everstep.memory.arena import Arena
 from everstep.memory.process import Process
 
-from .agent_kit import Place, Trainer, TrainerProcess, payload, until
+from .agent_kit import RUN_KEY, Place, Trainer, TrainerProcess, payload, until
 
 Start = Callable[..., TrainerProcess]
 Special = Callable[..., "subprocess.Popen[str]"]
@@ -243,6 +245,28 @@ def test_a_forked_child_touches_nothing(place: Place) -> None:
     trainer.flush(1)
     assert trainer.verdict(1).stage == "committed"
     trainer.agent.bye(timeout_s=10)
+
+
+def test_what_an_agent_let_go_of_closes_nothing_in_a_forked_child(place: Place) -> None:
+    """An agent in this process has an arena open; a child, where it is closed, opens its own under that number."""
+    path = Trainer.make(place).arena.info.path
+    opened: Arena | None = open_arena(str(path), None, rank=0, run_key=RUN_KEY, known=None)
+    number = opened.fileno() if opened is not None else -1
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            mine: list[Arena] = []
+            while not mine or mine[-1].fileno() < number:
+                mine.append(Trainer.make(place, rank=len(mine) + 1).arena)
+            same = [arena for arena in mine if arena.fileno() == number]
+            opened = None
+            gc.collect()
+            os.fstat(number)
+            code = 0 if len(same) == 1 else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_child_that_outlives_its_trainer_does_not_hide_its_death(place: Place, start: Start) -> None:

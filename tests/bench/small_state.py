@@ -6,9 +6,11 @@ promises; else it tells on standard error which one was broken.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ SAVES = 3
 SHARED_MEMORY = Path("/dev/shm")
 EVEN = ("torchsnapshot", "torchsnapshot-async")
 """torchsnapshot 0.1.0 fails at bf16 tensors with an odd number of elements: it takes whole words of four bytes only."""
+ENDING_S = 10.0
 BOOKKEEPER = b"multiprocessing.resource_tracker"
 """A process of Python's own, which ends with the one that it serves."""
 
@@ -136,13 +139,23 @@ def recover(system: System, directory: Path, state: SmallState) -> None:
     session.close()
 
 
+def processes_left() -> list[bytes]:
+    """Command lines of what this process has started, and what these have."""
+    others = [pid for pid in own_processes(os.environ[MARK]) if pid != os.getpid()]
+    commands = []
+    for pid in others:
+        with contextlib.suppress(OSError):  # it has ended
+            commands.append(Path(f"/proc/{pid}/cmdline").read_bytes())
+    return [command for command in commands if command and BOOKKEEPER not in command]
+
+
 def nothing_left(before: set[str]) -> None:
     """No process, and none of the shared memory that a process here has a name for."""
-    others = [pid for pid in own_processes(os.environ[MARK]) if pid != os.getpid()]
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in others}
-    left = [pid for pid, command in commands.items() if BOOKKEEPER not in command]
-    if left:
-        raise AssertionError(f"processes are left: {[commands[pid] for pid in left]}")
+    until = time.monotonic() + ENDING_S
+    while left := processes_left():  # one that was told to end may have to load its modules first
+        if time.monotonic() > until:
+            raise AssertionError(f"processes are left: {left}")
+        time.sleep(0.02)
     memory = {
         name for name in set(os.listdir(SHARED_MEMORY)) - before if "ckpt_shm" in name or name[:5] == "torch"
     }
