@@ -684,8 +684,8 @@ DEFINE_SPEED(widest, 2, WIDEST)
 #endif
 
 /* What classes are decoded by. `symbols` has, by context and slot, the class: few enough bytes for the first cache.
- * `steps` has by mark of a class that occurs: class, frequency less one (12 bits), first slot (12 bits). A context without
- * frequencies has zeros in both. */
+ * `steps` has by mark of a class that occurs: class, frequency less one (12 bits), first slot (12 bits). Contexts without
+ * frequencies have zeros in both. */
 typedef struct {
     const uint8_t *symbols;
     const uint32_t *steps;
@@ -732,7 +732,7 @@ static int decode_row(Streams *from, const uint16_t *contexts, Py_ssize_t n, con
     return 1;
 }
 
-/* The steps of a row of lanes, an even number: one by one, for gathers are no faster. */
+/* The steps of a row of lanes, an even number: one by one, for gathers are no faster. Two places are read at once. */
 INLINE void find_steps(const uint16_t *contexts, int lanes, const Model *model, const uint32_t *states,
                        uint32_t *restrict found) {
     const uint8_t *symbols = model->symbols;
@@ -928,7 +928,8 @@ numbers_sixteen(Streams *from, const uint8_t *classes, const uint8_t *base, int 
         /* Shifts are what there is least room for: products and masks instead. */
         __m512i power = _mm512_sllv_epi32(one, length);
         __m512i head = _mm512_mask_ternarylogic_epi32(code, _mm512_cmpge_epu32_mask(code, top), below, top, 0xea);
-        __m512i u = _mm512_or_si512(_mm512_mullo_epi32(head, power), _mm512_and_si512(rest, _mm512_sub_epi32(power, one)));
+        rest = _mm512_and_si512(rest, _mm512_sub_epi32(power, one));
+        __m512i u = _mm512_or_si512(_mm512_mullo_epi32(head, power), rest);
         __m512i d = _mm512_mask_sub_epi32(u, _mm512_test_epi32_mask(class, one), zero, u), b;
         if (item == 4)
             b = _mm512_loadu_si512(base + 4 * i);
