@@ -277,14 +277,14 @@ INLINE int highest32(uint32_t u) {
             store##W(out, i, transform == FLOAT_CLASSES ? ordered##W((u##W)(ordered##W(b) + d)) : (u##W)(b + d));      \
         }                                                                                                              \
     }                                                                                                                  \
-    INLINE void contexts##W(const uint8_t *base, Py_ssize_t n, const Setting *set, uint8_t *restrict contexts) {       \
+    INLINE void contexts##W(const uint8_t *base, Py_ssize_t n, const Setting *set, uint16_t *restrict contexts) {      \
         const int8_t top = (int8_t)(set->contexts - 9);                                                                \
         const uint8_t low = (uint8_t)(set->low + 8);                                                                   \
         for (Py_ssize_t i = 0; i < n; i++) {                                                                           \
             int8_t place = (int8_t)(uint8_t)((uint8_t)(load##W(base, i) >> set->shift) - low);                         \
             place = place < -8 ? -8 : place;                                                                           \
             place = place > top ? top : place;                                                                         \
-            contexts[i] = (uint8_t)(place + 8);                                                                        \
+            contexts[i] = (uint16_t)((uint8_t)(place + 8) << 8);                                                       \
         }                                                                                                              \
     }
 DEFINE_CLASSES(8, uint32_t, highest32(u))
@@ -683,17 +683,26 @@ DEFINE_SPEED(widest, 2, WIDEST)
 #define count_widest count_fast
 #endif
 
-/* By context and slot: class, frequency less one (12 bits), slot less the class's first one (12 bits). */
-static void slots_all(const uint16_t *frequencies, int contexts, uint32_t *slots) {
-    for (int context = 0; context < contexts; context++, frequencies += CLASSES) {
-        uint32_t *to = slots + (Py_ssize_t)context * SCALE, *end = to + SCALE;
+/* What classes are decoded by. `symbols` has, by context and slot, the class: few enough bytes for the first cache.
+ * `steps` has by mark of a class that occurs: class, frequency less one (12 bits), first slot (12 bits). Contexts without
+ * frequencies have zeros in both. */
+typedef struct {
+    const uint8_t *symbols;
+    const uint32_t *steps;
+} Model;
+
+static void model_all(const uint16_t *frequencies, int contexts, uint8_t *symbols, uint32_t *steps) {
+    for (int context = 0; context < contexts; context++, symbols += SCALE) {
+        uint32_t start = 0;
         for (uint32_t class = 0; class < CLASSES; class++) {
-            uint32_t head = class | (frequencies[class] - 1u) << 8;
-            for (uint32_t i = 0; i < frequencies[class]; i++)
-                to[i] = head | i << 20;
-            to += frequencies[class];
+            uint32_t frequency = *frequencies++;
+            *steps++ = frequency ? class | (frequency - 1) << 8 | start << 20 : 0;
+            if (frequency)
+                memset(symbols + start, (int)class, frequency);
+            start += frequency;
         }
-        memset(to, 0, (size_t)(end - to) * sizeof *to);
+        if (start == 0)
+            memset(symbols, 0, SCALE);
     }
 }
 
@@ -703,56 +712,123 @@ typedef struct {
     uint64_t bit, bits_end;
 } Streams;
 
-INLINE uint32_t decode_one(uint32_t *state, const uint32_t *slots, uint8_t *class) {
-    uint32_t slot = slots[*state & (SCALE - 1)];
-    *class = (uint8_t)slot;
-    *state = ((slot >> 8 & (SCALE - 1)) + 1) * (*state >> SCALE_BITS) + (slot >> 20);
-    return *state < STATE_LOW;
-}
-
-/* One row of lanes, or the beginning of one. Whether there were words enough. */
-static int decode_row(Streams *from, const uint8_t *contexts, Py_ssize_t n, const uint32_t *slots, uint32_t *states,
+/* One row of lanes, or the beginning of one; contexts are as in marks. Whether there were words enough. */
+static int decode_row(Streams *from, const uint16_t *contexts, Py_ssize_t n, const Model *model, uint32_t *states,
                       uint8_t *classes) {
     for (Py_ssize_t i = 0; i < n; i++) {
-        if (!decode_one(&states[i], slots + (uint32_t)contexts[i] * SCALE, &classes[i]))
-            continue;
-        if (from->words == from->words_end)
-            return 0;
-        states[i] = states[i] << 16 | load16(from->words, 0);
-        from->words += 2;
+        uint32_t state = states[i], slot = state & (SCALE - 1);
+        uint32_t step = model->steps[contexts[i] | model->symbols[(uint32_t)contexts[i] << 4 | slot]];
+        classes[i] = (uint8_t)step;
+        /* A step of 0 is that of class 0 where it has the first slot alone, or of a context without frequencies. */
+        state = ((step >> 8 & (SCALE - 1)) + 1) * (state >> SCALE_BITS) + (step ? slot - (step >> 20) : 0);
+        if (state < STATE_LOW) {
+            if (from->words == from->words_end)
+                return 0;
+            state = state << 16 | load16(from->words, 0);
+            from->words += 2;
+        }
+        states[i] = state;
     }
     return 1;
 }
 
+/* The steps of a row of lanes, an even number: one by one, for gathers are no faster. Two places are read at once. */
+INLINE void find_steps(const uint16_t *contexts, int lanes, const Model *model, const uint32_t *states,
+                       uint32_t *restrict found) {
+    const uint8_t *symbols = model->symbols;
+    const uint32_t *steps = model->steps;
+    uint32_t at[LANES_MAX];
+    for (int lane = 0; lane < lanes; lane++)
+        at[lane] = (uint32_t)contexts[lane] << 4 | (states[lane] & (SCALE - 1));
+#pragma GCC unroll 4
+    for (size_t lane = 0; lane < (size_t)lanes; lane += 2) {
+        uint64_t both;
+        memcpy(&both, at + lane, 8);
+        found[lane] = steps[(size_t)contexts[lane] | symbols[(uint32_t)both]];
+        found[lane + 1] = steps[(size_t)contexts[lane + 1] | symbols[both >> 32]];
+    }
+}
+
 #ifdef FAST
-/* As above, of a whole row of lanes, a multiple of eight, with as many words and eight more to be read. */
-FAST static void decode_row_eight(Streams *from, const uint8_t *contexts, int lanes, const uint32_t *slots,
+/* As `decode_row`, of a whole row of lanes, a multiple of eight, with as many words and eight more to be read. */
+FAST static void decode_row_eight(Streams *from, const uint16_t *contexts, int lanes, const Model *model,
                                   uint32_t *states, uint8_t *classes) {
-    const __m256i low = _mm256_set1_epi32(SCALE - 1), one = _mm256_set1_epi32(1);
+    const __m256i low = _mm256_set1_epi32(SCALE - 1), one = _mm256_set1_epi32(1), zero = _mm256_setzero_si256();
     const __m256i bytes = _mm256_set1_epi32(0x0c080400);
     const uint8_t *words = from->words;
+    uint32_t found[LANES_MAX];
+    find_steps(contexts, lanes, model, states, found);
     for (int lane = 0; lane < lanes; lane += 8) {
         __m256i state = _mm256_loadu_si256((const __m256i *)(states + lane));
-        __m256i context = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(contexts + lane)));
-        __m256i at = _mm256_or_si256(_mm256_slli_epi32(context, SCALE_BITS), _mm256_and_si256(state, low));
-        __m256i slot = _mm256_i32gather_epi32((const int *)slots, at, 4);
-        __m256i frequency = _mm256_add_epi32(_mm256_and_si256(_mm256_srli_epi32(slot, 8), low), one);
-        state = _mm256_add_epi32(_mm256_mullo_epi32(frequency, _mm256_srli_epi32(state, SCALE_BITS)),
-                                 _mm256_srli_epi32(slot, 20));
-        __m256i needs = _mm256_cmpeq_epi32(_mm256_srli_epi32(state, 15), _mm256_setzero_si256());
+        __m256i step = _mm256_loadu_si256((const __m256i *)(found + lane));
+        __m256i frequency = _mm256_add_epi32(_mm256_and_si256(_mm256_srli_epi32(step, 8), low), one);
+        __m256i place = _mm256_sub_epi32(_mm256_and_si256(state, low), _mm256_srli_epi32(step, 20));
+        place = _mm256_andnot_si256(_mm256_cmpeq_epi32(step, zero), place);
+        state = _mm256_add_epi32(_mm256_mullo_epi32(frequency, _mm256_srli_epi32(state, SCALE_BITS)), place);
+        __m256i needs = _mm256_cmpeq_epi32(_mm256_srli_epi32(state, 15), zero);
         int set = _mm256_movemask_ps(_mm256_castsi256_ps(needs));
         __m256i next = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)words));
         __m256i places = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)PLACES[set]));
         next = _mm256_or_si256(_mm256_slli_epi32(state, 16), _mm256_permutevar8x32_epi32(next, places));
         _mm256_storeu_si256((__m256i *)(states + lane), _mm256_blendv_epi8(state, next, needs));
         words += 2 * __builtin_popcount(set);
-        slot = _mm256_shuffle_epi8(slot, bytes);
-        uint32_t halves[2] = {(uint32_t)_mm256_extract_epi32(slot, 0), (uint32_t)_mm256_extract_epi32(slot, 4)};
+        step = _mm256_shuffle_epi8(step, bytes);
+        uint32_t halves[2] = {(uint32_t)_mm256_extract_epi32(step, 0), (uint32_t)_mm256_extract_epi32(step, 4)};
         memcpy(classes + lane, halves, 8);
     }
     from->words = words;
 }
 #endif
+
+#ifdef WIDEST
+/* As above, of a multiple of sixteen lanes. */
+WIDEST static void decode_row_sixteen(Streams *from, const uint16_t *contexts, int lanes, const Model *model,
+                                      uint32_t *states, uint8_t *classes) {
+    const __m512i low = _mm512_set1_epi32(SCALE - 1), one = _mm512_set1_epi32(1);
+    const __m512i least = _mm512_set1_epi32(STATE_LOW);
+    const uint8_t *words = from->words;
+    uint32_t found[LANES_MAX];
+    find_steps(contexts, lanes, model, states, found);
+    for (int lane = 0; lane < lanes; lane += 16) {
+        __m512i state = _mm512_loadu_si512(states + lane), step = _mm512_loadu_si512(found + lane);
+        __m512i frequency = _mm512_add_epi32(_mm512_and_si512(_mm512_srli_epi32(step, 8), low), one);
+        __m512i place = _mm512_maskz_sub_epi32(_mm512_test_epi32_mask(step, step), _mm512_and_si512(state, low),
+                                               _mm512_srli_epi32(step, 20));
+        state = _mm512_add_epi32(_mm512_mullo_epi32(frequency, _mm512_srli_epi32(state, SCALE_BITS)), place);
+        __mmask16 set = _mm512_cmplt_epu32_mask(state, least);
+        __m512i next = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)words));
+        next = _mm512_maskz_expand_epi32(set, next);
+        state = _mm512_mask_or_epi32(state, set, _mm512_slli_epi32(state, 16), next);
+        _mm512_storeu_si512(states + lane, state);
+        words += 2 * __builtin_popcount(set);
+        _mm_storeu_si128((__m128i *)(classes + lane), _mm512_cvtepi32_epi8(step));
+    }
+    from->words = words;
+}
+#endif
+
+/* The classes of a tile. Whether there were words enough. */
+INLINE int decode_some(Streams *from, const uint16_t *contexts, Py_ssize_t n, int lanes, const Model *model,
+                       uint32_t *states, uint8_t *classes, int speed) {
+    for (Py_ssize_t row = 0; row < n; row += lanes) {
+        int whole = n - row >= lanes;
+#ifdef FAST
+        if (speed && whole && from->words_end - from->words >= 2 * lanes + 16) {
+#ifdef WIDEST
+            if (speed == 2 && lanes >= 16) {
+                decode_row_sixteen(from, contexts + row, lanes, model, states, classes + row);
+                continue;
+            }
+#endif
+            decode_row_eight(from, contexts + row, lanes, model, states, classes + row);
+            continue;
+        }
+#endif
+        if (!decode_row(from, contexts + row, whole ? lanes : n - row, model, states, classes + row))
+            return 0;
+    }
+    return 1;
+}
 
 INLINE uint64_t take_bits(Streams *from, unsigned length) {
     uint64_t window = 0;
@@ -771,65 +847,141 @@ INLINE unsigned length_of(uint8_t class, int steps) {
     return over > 1 ? over - 1 : 0;
 }
 
-/* Whether streams are exactly those of as many numbers as `out` holds. */
-INLINE int declassify_some(Streams *from, const uint8_t *base, const Setting *set, int lanes, const uint32_t *slots,
-                           uint32_t *states, Py_ssize_t n, uint8_t *out) {
-    uint8_t classes[TILE], contexts[TILE];
+/* Numbers of a tile, or the rest of one, from their classes and bits. */
+INLINE void numbers_some(Streams *from, const uint8_t *classes, const uint8_t *base, int item, int transform,
+                         Py_ssize_t n, uint8_t *out) {
     union {
         uint32_t narrow[TILE];
         uint64_t wide[TILE];
     } rest;
-    const int item = set->item, steps = steps_of(item);
-    for (Py_ssize_t at = 0; at < n; at += TILE) {
-        Py_ssize_t some = n - at < TILE ? n - at : TILE;
-        const uint8_t *other = base + at * item;
-        OF(item, contexts, other, some, set, contexts);
-        for (Py_ssize_t row = 0; row < some; row += lanes) {
-            int whole = some - row >= lanes;
-#ifdef FAST
-            if (is_fast && whole && from->words_end - from->words >= 2 * lanes + 16) {
-                decode_row_eight(from, contexts + row, lanes, slots, states, classes + row);
-                continue;
-            }
-#endif
-            if (!decode_row(from, contexts + row, whole ? lanes : some - row, slots, states, classes + row))
-                return 0;
+    const int steps = steps_of(item);
+    if (item == 8) {
+        for (Py_ssize_t i = 0; i < n; i++) {
+            unsigned length = length_of(classes[i], steps), low = length < 32 ? length : 32;
+            rest.wide[i] = take_bits(from, low);
+            rest.wide[i] |= take_bits(from, length - low) << low;
         }
-        if (item == 8) {
-            for (Py_ssize_t i = 0; i < some; i++) {
-                unsigned length = length_of(classes[i], steps), low = length < 32 ? length : 32;
-                rest.wide[i] = take_bits(from, low);
-                rest.wide[i] |= take_bits(from, length - low) << low;
-            }
-            declassify64(classes, rest.wide, other, set->transform, some, out + at * item);
-            continue;
+        declassify64(classes, rest.wide, base, transform, n, out);
+        return;
+    }
+    uint8_t lengths[TILE];
+    uint32_t needed = 64; /* a window of so many bits is read for each */
+    for (Py_ssize_t i = 0; i < n; i++)
+        needed += lengths[i] = (uint8_t)length_of(classes[i], steps);
+    if (from->bit + needed <= from->bits_end) {
+        const uint8_t *bits = from->bits;
+        uint64_t bit = from->bit;
+        for (Py_ssize_t i = 0; i < n; i++) {
+            uint64_t window;
+            memcpy(&window, bits + (bit >> 3), 8);
+            rest.narrow[i] = (uint32_t)(window >> (bit & 7)) & (((uint32_t)1 << lengths[i]) - 1);
+            bit += lengths[i];
         }
-        uint8_t lengths[TILE];
-        uint32_t needed = 64; /* a window of so many bits is read for each */
-        for (Py_ssize_t i = 0; i < some; i++)
-            needed += lengths[i] = (uint8_t)length_of(classes[i], steps);
-        if (from->bit + needed <= from->bits_end) {
-            const uint8_t *bits = from->bits;
-            uint64_t bit = from->bit;
-            for (Py_ssize_t i = 0; i < some; i++) {
-                uint64_t window;
-                memcpy(&window, bits + (bit >> 3), 8);
-                rest.narrow[i] = (uint32_t)(window >> (bit & 7)) & (((uint32_t)1 << lengths[i]) - 1);
-                bit += lengths[i];
-            }
-            from->bit = bit;
-        } else {
-            for (Py_ssize_t i = 0; i < some; i++)
-                rest.narrow[i] = (uint32_t)take_bits(from, lengths[i]);
+        from->bit = bit;
+    } else {
+        for (Py_ssize_t i = 0; i < n; i++)
+            rest.narrow[i] = (uint32_t)take_bits(from, lengths[i]);
+    }
+    if (item == 4 && transform == FLOAT_CLASSES)
+        declassify32(classes, rest.narrow, base, FLOAT_CLASSES, n, out);
+    else if (item == 4)
+        declassify32(classes, rest.narrow, base, INT_CLASSES, n, out);
+    else if (item == 2)
+        declassify16(classes, rest.narrow, base, transform, n, out);
+    else
+        declassify8(classes, rest.narrow, base, transform, n, out);
+}
+
+#ifdef WIDEST
+/* As above, of numbers of 16 or 32 bits, sixteen at once; how many of them. Lengths are 30 bits at most: with up to 31
+ * bits before them, those of sixteen numbers lie in one register. */
+WIDEST static inline __attribute__((always_inline)) Py_ssize_t
+numbers_sixteen(Streams *from, const uint8_t *classes, const uint8_t *base, int item, int transform, Py_ssize_t n,
+                uint8_t *out) {
+    const __m512i zero = _mm512_setzero_si512(), one = _mm512_set1_epi32(1), word = _mm512_set1_epi32(32);
+    const __m512i most = _mm512_set1_epi32(INT32_MAX);
+    const unsigned steps = (unsigned)steps_of(item);
+    const __m512i top = _mm512_set1_epi32(1 << steps), below = _mm512_set1_epi32((1 << steps) - 1);
+    const Py_ssize_t end = (Py_ssize_t)(from->bits_end >> 3);
+    uint64_t bit = from->bit;
+    Py_ssize_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        __m512i class = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(classes + i)));
+        __m512i code = _mm512_srli_epi32(class, 1);
+        __m512i length = _mm512_subs_epu16(_mm512_srli_epi32(class, steps + 1), one);
+        __m512i ends = _mm512_add_epi32(length, _mm512_alignr_epi32(length, zero, 15));
+        ends = _mm512_add_epi32(ends, _mm512_alignr_epi32(ends, zero, 14));
+        ends = _mm512_add_epi32(ends, _mm512_alignr_epi32(ends, zero, 12));
+        ends = _mm512_add_epi32(ends, _mm512_alignr_epi32(ends, zero, 8));
+        __m512i begins = _mm512_add_epi32(_mm512_sub_epi32(ends, length), _mm512_set1_epi32((int)(bit & 31)));
+        Py_ssize_t at = (Py_ssize_t)(bit >> 5) * 4, left = end - at;
+        __m512i window = zero;
+        if (left >= 64)
+            window = _mm512_loadu_si512(from->bits + at);
+        else if (left > 0)
+            window = _mm512_maskz_loadu_epi8(((uint64_t)1 << left) - 1, from->bits + at);
+        bit += (unsigned)_mm_cvtsi128_si32(_mm512_castsi512_si128(_mm512_alignr_epi32(ends, ends, 15)));
+        __m512i which = _mm512_srli_epi32(begins, 5), shift = _mm512_and_si512(begins, _mm512_set1_epi32(31));
+        __m512i low = _mm512_srlv_epi32(_mm512_permutexvar_epi32(which, window), shift);
+        __m512i high = _mm512_permutexvar_epi32(_mm512_add_epi32(which, one), window);
+        __m512i rest = _mm512_or_si512(low, _mm512_sllv_epi32(high, _mm512_sub_epi32(word, shift)));
+        /* Shifts are what there is least room for: products and masks instead. */
+        __m512i power = _mm512_sllv_epi32(one, length);
+        __m512i head = _mm512_mask_ternarylogic_epi32(code, _mm512_cmpge_epu32_mask(code, top), below, top, 0xea);
+        rest = _mm512_and_si512(rest, _mm512_sub_epi32(power, one));
+        __m512i u = _mm512_or_si512(_mm512_mullo_epi32(head, power), rest);
+        __m512i d = _mm512_mask_sub_epi32(u, _mm512_test_epi32_mask(class, one), zero, u), b;
+        if (item == 4)
+            b = _mm512_loadu_si512(base + 4 * i);
+        else { /* numbers of 16 bits are worked on as the upper halves of those of 32: below them all may happen */
+            b = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(base + 2 * i))), 16);
+            d = _mm512_slli_epi32(d, 16);
         }
-        if (item == 4 && set->transform == FLOAT_CLASSES)
-            declassify32(classes, rest.narrow, other, FLOAT_CLASSES, some, out + at * item);
-        else if (item == 4)
-            declassify32(classes, rest.narrow, other, INT_CLASSES, some, out + at * item);
-        else if (item == 2)
-            declassify16(classes, rest.narrow, other, set->transform, some, out + at * item);
+        if (transform == FLOAT_CLASSES)
+            b = _mm512_mask_xor_epi32(b, _mm512_movepi32_mask(b), b, most);
+        b = _mm512_add_epi32(b, d);
+        if (transform == FLOAT_CLASSES)
+            b = _mm512_mask_xor_epi32(b, _mm512_movepi32_mask(b), b, most);
+        if (item == 4)
+            _mm512_storeu_si512(out + 4 * i, b);
         else
-            declassify8(classes, rest.narrow, other, set->transform, some, out + at * item);
+            _mm256_storeu_si256((__m256i *)(out + 2 * i), _mm512_cvtepi32_epi16(_mm512_srli_epi32(b, 16)));
+        __builtin_prefetch(base + (TILE + i) * item); /* the next tile comes meanwhile */
+    }
+    from->bit = bit;
+    return i;
+}
+
+WIDEST static Py_ssize_t numbers_widest(Streams *from, const uint8_t *classes, const uint8_t *base, int item,
+                                        int transform, Py_ssize_t n, uint8_t *out) {
+    if (item == 4 && transform == FLOAT_CLASSES)
+        return numbers_sixteen(from, classes, base, 4, FLOAT_CLASSES, n, out);
+    if (item == 4)
+        return numbers_sixteen(from, classes, base, 4, INT_CLASSES, n, out);
+    if (item == 2 && transform == FLOAT_CLASSES)
+        return numbers_sixteen(from, classes, base, 2, FLOAT_CLASSES, n, out);
+    return item == 2 ? numbers_sixteen(from, classes, base, 2, INT_CLASSES, n, out) : 0;
+}
+#endif
+
+/* Whether streams are exactly those of as many numbers as `out` holds. */
+INLINE int declassify_some(Streams *from, const uint8_t *base, const Setting *set, int lanes, const Model *model,
+                           uint32_t *states, Py_ssize_t n, uint8_t *out, int speed) {
+    const int item = set->item, transform = set->transform;
+    for (Py_ssize_t at = 0; at < n; at += TILE) {
+        Py_ssize_t some = n - at < TILE ? n - at : TILE, done = 0;
+        const uint8_t *other = base + at * item;
+        uint8_t *to = out + at * item, classes[TILE];
+        uint16_t contexts[TILE];
+        OF(item, contexts, other, some, set, contexts);
+        if (!decode_some(from, contexts, some, lanes, model, states, classes, speed))
+            return 0;
+#ifdef WIDEST
+        if (speed == 2)
+            done = numbers_widest(from, classes, other, item, transform, some, to);
+#endif
+        if (done < some)
+            numbers_some(from, classes + done, other + done * item, item, transform, some - done, to + done * item);
     }
     int good = from->words == from->words_end && from->bit <= from->bits_end && from->bits_end - from->bit < 8;
     for (int lane = 0; lane < lanes; lane++)
@@ -837,18 +989,21 @@ INLINE int declassify_some(Streams *from, const uint8_t *base, const Setting *se
     return good;
 }
 
-static int declassify_any(Streams *from, const uint8_t *base, const Setting *set, int lanes, const uint32_t *slots,
-                          uint32_t *states, Py_ssize_t n, uint8_t *out) {
-    return declassify_some(from, base, set, lanes, slots, states, n, out);
-}
-
+#define DEFINE_DECLASSIFY(NAME, SPEED, TARGET)                                                                         \
+    TARGET static int declassify_##NAME(Streams *from, const uint8_t *base, const Setting *set, int lanes,             \
+                                        const Model *model, uint32_t *states, Py_ssize_t n, uint8_t *out) {            \
+        return declassify_some(from, base, set, lanes, model, states, n, out, SPEED);                                  \
+    }
+DEFINE_DECLASSIFY(any, 0, )
 #ifdef FAST
-FAST static int declassify_fast(Streams *from, const uint8_t *base, const Setting *set, int lanes, const uint32_t *slots,
-                                uint32_t *states, Py_ssize_t n, uint8_t *out) {
-    return declassify_some(from, base, set, lanes, slots, states, n, out);
-}
+DEFINE_DECLASSIFY(fast, 1, FAST)
 #else
 #define declassify_fast declassify_any
+#endif
+#ifdef WIDEST
+DEFINE_DECLASSIFY(widest, 2, WIDEST)
+#else
+#define declassify_widest declassify_fast
 #endif
 
 static int is_item(int item) { return item == 1 || item == 2 || item == 4 || item == 8; }
@@ -1346,29 +1501,30 @@ static PyObject *look(PyObject *self, PyObject *args) {
 }
 
 static PyObject *declassify(PyObject *self, PyObject *args) {
-    Py_buffer words = {0}, bits = {0}, of = {0}, base = {0}, slots = {0}, out = {0};
+    Py_buffer words = {0}, bits = {0}, of = {0}, base = {0}, symbols = {0}, out = {0};
     Setting set;
     int lanes, good, whole = 0;
     if (!PyArg_ParseTuple(args, "y*iy*y*y*iiiiiw*w*", &words, &lanes, &bits, &of, &base, &set.transform, &set.item,
-                          &set.shift, &set.low, &set.contexts, &slots, &out))
+                          &set.shift, &set.low, &set.contexts, &symbols, &out))
         return NULL;
     good = is_lanes(lanes) && is_setting(&set) && are_frequencies(&of) && of.len == set.contexts * CLASSES * 2 &&
            out.len % set.item == 0 && base.len == out.len && words.len >= 4 * lanes && words.len % 2 == 0 &&
-           slots.len == CONTEXTS_MAX * (Py_ssize_t)SCALE * 4;
+           symbols.len == CONTEXTS_MAX * (Py_ssize_t)SCALE;
     if (!good) {
         PyErr_SetString(PyExc_ValueError, "streams, frequencies and room do not fit");
     } else {
-        uint32_t states[LANES_MAX];
+        uint32_t states[LANES_MAX], steps[CONTEXTS_MAX * CLASSES];
         Py_BEGIN_ALLOW_THREADS
         memcpy(states, words.buf, 4 * (size_t)lanes);
         Streams from = {(const uint8_t *)words.buf + 4 * lanes, (const uint8_t *)words.buf + words.len, bits.buf, 0,
                         (uint64_t)bits.len * 8};
-        slots_all(of.buf, set.contexts, slots.buf);
-        whole = (is_fast ? declassify_fast : declassify_any)(&from, base.buf, &set, lanes, slots.buf, states, out.len / set.item,
-                                                            out.buf);
+        model_all(of.buf, set.contexts, symbols.buf, steps);
+        Model model = {symbols.buf, steps};
+        whole = (is_widest ? declassify_widest : is_fast ? declassify_fast : declassify_any)(
+            &from, base.buf, &set, lanes, &model, states, out.len / set.item, out.buf);
         Py_END_ALLOW_THREADS
     }
-    PyBuffer_Release(&slots);
+    PyBuffer_Release(&symbols);
     PyBuffer_Release(&words);
     PyBuffer_Release(&bits);
     PyBuffer_Release(&of);
@@ -1393,7 +1549,7 @@ static PyMethodDef METHODS[] = {
      "bytes of bits and, behind them, of words"},
     {"frequencies", frequencies, METH_VARARGS, "frequencies(weights, out): of each context"},
     {"declassify", declassify, METH_VARARGS,
-     "declassify(words, lanes, bits, frequencies, base, transform, item, shift, low, contexts, slots, out): whether they fit"},
+     "declassify(words, lanes, bits, frequencies, base, transform, item, shift, low, contexts, symbols, out): whether they fit"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -46,6 +46,6 @@ def declassify(
     shift: int,
     low: int,
     contexts: int,
-    slots: Any,
+    symbols: Any,
     out: Any,
 ) -> bool: ...

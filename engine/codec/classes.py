@@ -196,7 +196,7 @@ def declassify(
         return False
     if planes._kernel is not None:
         whole: bool = planes._kernel.declassify(
-            words, lanes, bits, frequencies, base, *setting, take(CONTEXTS_MAX * _SCALE * 4), out
+            words, lanes, bits, frequencies, base, *setting, take(CONTEXTS_MAX * _SCALE), out
         )
         return whole
     classes = _decode(words, lanes, frequencies, _contexts(base, setting))

@@ -151,6 +151,51 @@ def decoded(
 
 @needs_kernel
 @pytest.mark.parametrize("item", [1, 2, 4, 8])
+@pytest.mark.parametrize("count", [100, 5008, 40_003, 600_001])
+def test_bits_that_end_early_or_late(monkeypatch: pytest.MonkeyPatch, item: int, count: int) -> None:
+    """Numbers near the end of the bits are read, and what lies behind it is none of them."""
+    rng = np.random.default_rng(count)
+    base = rng.integers(0, 256, count * item, np.uint8)
+    new = (base.view(f"<u{item}") + rng.integers(0, 1 << (5 * item), count).astype(f"<u{item}")).view(
+        np.uint8
+    )
+    setting = classes.Setting(INT_CLASSES, item, 0, 0, 1)
+    most, weights, words, bits = coded(new, base, setting)
+    table = np.zeros((1, 256), np.uint8)
+    table[0, : most + 1] = np.frombuffer(weights, np.uint8)
+    told = classes.frequencies_of(table), base, setting, new.size
+    stream = np.frombuffer(words, np.uint8)
+    whole, out = decoded(stream, np.frombuffer(bits, np.uint8), *told)
+    assert whole and (out == new).all()
+    for given in (b"", bits[:-70], bits[:-1], bits + b"\0"):
+        some = np.frombuffer(given, np.uint8)
+        for found, _ in both(monkeypatch, lambda some=some: decoded(stream, some, *told)):  # type: ignore[misc]
+            assert not found
+
+
+@needs_kernel
+@pytest.mark.parametrize("count", [3, 20_003, 40_003, 600_001])
+def test_contexts_without_frequencies(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Nobody writes numbers of such; read, they have class 0 and take all of a state's slots."""
+    rng = np.random.default_rng(count)
+    lanes = classes.lanes_of(count)
+    states, left = np.full(lanes, classes.STATE_LOW, np.uint32), []
+    for row in range((count - 1) // lanes * lanes, -1, -lanes):
+        state = states[: min(lanes, count - row)]
+        full = state >> 19 > 0
+        left.append(state[full].astype(np.uint16))
+        state[full] >>= 16
+        state[...] = state << SCALE_BITS | rng.integers(0, 1 << SCALE_BITS, state.size).astype(np.uint32)
+    stream = np.concatenate([states.view(np.uint16), *left[::-1]]).view(np.uint8)
+    base = rng.integers(0, 256, count * 4, np.uint8)
+    setting = classes.Setting(FLOAT_CLASSES, 4, 23, 0, 3)
+    told = np.empty(0, np.uint8), np.zeros((3, 256), np.uint16), base, setting, base.size
+    for whole, out in both(monkeypatch, lambda: decoded(stream, *told)):  # type: ignore[misc]
+        assert whole and (out == base).all()
+
+
+@needs_kernel
+@pytest.mark.parametrize("item", [1, 2, 4, 8])
 def test_looks(monkeypatch: pytest.MonkeyPatch, item: int) -> None:
     """At blocks of less than a sample, of just one, and of more; with and without classes."""
     rng = np.random.default_rng(item)
@@ -239,7 +284,7 @@ def test_the_kernel_looks_at_sizes_itself() -> None:
     """A wrong call is an exception, never a read or a write outside."""
     bytes_ = np.zeros(16, np.uint8)
     room = np.zeros(15, np.uint8)
-    slots, even = np.zeros(CONTEXTS_MAX << SCALE_BITS + 2, np.uint8), np.full(256, 16, np.uint16)
+    symbols, even = np.zeros(CONTEXTS_MAX << SCALE_BITS, np.uint8), np.full(256, 16, np.uint16)
     wrong = [
         lambda: KERNEL.split(bytes_, None, XOR, 4, False, bytes_.copy()),
         lambda: KERNEL.split(bytes_, room, XOR, 4, False, bytes_.copy()),
@@ -261,10 +306,10 @@ def test_the_kernel_looks_at_sizes_itself() -> None:
         lambda: KERNEL.changed(bytes_, bytes_, 1, room[:1].copy()),
         lambda: KERNEL.changed(bytes_, bytes_, 3, room[:1].copy()),
         lambda: KERNEL.frequencies(np.zeros(256, np.uint8), np.zeros(255, np.uint16)),
-        lambda: KERNEL.declassify(bytes_, 8, room, even, bytes_, 5, 4, 23, 0, 1, slots, bytes_.copy()),
-        lambda: KERNEL.declassify(slots, 8, room, even, room, 5, 4, 23, 0, 1, slots, bytes_.copy()),
-        lambda: KERNEL.declassify(slots, 8, room, even, bytes_, 5, 4, 23, 0, 2, slots, bytes_.copy()),
-        lambda: KERNEL.declassify(slots, 8, room, even, bytes_, 5, 4, 23, 0, 1, slots[1:], bytes_.copy()),
+        lambda: KERNEL.declassify(bytes_, 8, room, even, bytes_, 5, 4, 23, 0, 1, symbols, bytes_.copy()),
+        lambda: KERNEL.declassify(symbols, 8, room, even, room, 5, 4, 23, 0, 1, symbols, bytes_.copy()),
+        lambda: KERNEL.declassify(symbols, 8, room, even, bytes_, 5, 4, 23, 0, 2, symbols, bytes_.copy()),
+        lambda: KERNEL.declassify(symbols, 8, room, even, bytes_, 5, 4, 23, 0, 1, symbols[1:], bytes_.copy()),
         lambda: KERNEL.split(bytes_[::2], None, NONE, 1, False, room[:8]),
     ]
     for call in wrong:
