@@ -343,7 +343,7 @@ class _Rotation:
             for attempt in grave.found.attempts
             if attempt <= grave.tombstone.number
         ]
-        await delete_attempts(self.backend, attempts, self.report)
+        rests = await delete_attempts(self.backend, attempts, self.report)
         graves = await self._still_buried(graves)
         decisions = [
             names.decision(*grave.found.place, number)
@@ -357,8 +357,7 @@ class _Rotation:
         with writing(self.backend, directory):
             await self.backend.delete(decisions)
         reach("rotate.deleted.decisions", directory)
-        rests = {attempt[:2] for attempt in attempts}
-        done = [grave.found for grave in graves if grave.manifest is not None or grave.found.place in rests]
+        done = (one.found for one in graves if one.manifest is not None or one.found.place in rests)
         self.report.removed += [found.key for found in done]
         for grave in graves:
             later = [attempt for attempt in grave.found.attempts if attempt > grave.tombstone.number]
@@ -447,10 +446,10 @@ async def delete_attempt(
 
 async def delete_attempts(
     backend: Backend, attempts: Sequence[tuple[int, int, int]], report: RotationReport
-) -> None:
-    """As :func:`delete_attempt`, of several (step, incarnation, attempt): the votes of all, then all else."""
+) -> set[tuple[int, int]]:
+    """As :func:`delete_attempt`, of several (step, incarnation, attempt): votes first. Gives what had something."""
     if not attempts:
-        return
+        return set()
     listed = await each(attempts, lambda attempt: _list_attempt(backend, attempt))
     first = names.attempt_dir(*attempts[0])
     temporaries = [item for one in listed for item in one.temporaries]
@@ -466,6 +465,7 @@ async def delete_attempts(
     report.foreign += [name for one in listed for name in one.foreign]
     gone = [item for one in listed for item in (*one.votes, *one.others)]
     report.freed_bytes += sum(item.nbytes for item in (*gone, *temporaries))
+    return {one.place[:2] for one in listed if one.votes or one.others or one.temporaries}
 
 
 @dataclass(slots=True)

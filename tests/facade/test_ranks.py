@@ -93,7 +93,7 @@ if first_life:
         ckpt.save(6, uneven).wait()
         check("uneven", False)
     except errors.EverstepError as error:
-        named = all(word in str(error) for word in ("w/", "rank 0", "rank 1", "float32[4]"))
+        named = all(word in str(error) for word in ("w: ", "rank 0", "rank 1", "float32[4]"))
         check("uneven", isinstance(error, errors.SaveFailed) and named, repr(error), str(error))
     dist.barrier()
     for step in (7, 8, 9):
