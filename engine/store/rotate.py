@@ -447,7 +447,7 @@ async def delete_attempt(
 async def delete_attempts(
     backend: Backend, attempts: Sequence[tuple[int, int, int]], report: RotationReport
 ) -> set[tuple[int, int]]:
-    """As :func:`delete_attempt`, of several (step, incarnation, attempt): votes first. Gives what had something."""
+    """As :func:`delete_attempt`, of several (step, incarnation, attempt). Of which steps something was there."""
     if not attempts:
         return set()
     listed = await each(attempts, lambda attempt: _list_attempt(backend, attempt))

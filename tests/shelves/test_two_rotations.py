@@ -184,19 +184,25 @@ def test_in_any_order_and_cut_off_anywhere(tmp_path: Path, numbers: int) -> None
         kit.with_run(root, work)
 
 
+async def _pinned_late(backend: LocalBackend, root: Path) -> tuple[Needing, Stage]:
+    """Two rotations and a reader: one has looked, and the reader has published its pin behind that."""
+    for step in (1, 2):
+        await kit.save(backend, step)
+    needing = Needing((1, 1))
+    stage = Stage(root, _rotation, _rotation, needing)
+    stage.until(stage.processes[0], "rotate.looked")
+    stage.until(stage.processes[2], "pin.published")
+    return needing, stage
+
+
 @pytest.mark.parametrize("dies", [False, True])
 def test_who_comes_late_to_put_it_back_does_not(tmp_path: Path, dies: bool) -> None:
     """It saw the checkpoint whole, and pinned, under the tombstone of another, who has looked already. Who deletes may
     die behind the votes."""
 
     async def work(backend: LocalBackend) -> None:
-        for step in (1, 2):
-            await kit.save(backend, step)
-        needing = Needing((1, 1))
-        stage = Stage(tmp_path, _rotation, _rotation, needing)
-        first, second, third = stage.processes
-        stage.until(first, "rotate.looked")
-        stage.until(third, "pin.published")
+        needing, stage = await _pinned_late(backend, tmp_path)
+        first, second, _ = stage.processes
         stage.until(second, "rotate.looked")
         stage.until(first, "rotate.deleted.votes")
         if dies:
@@ -217,13 +223,8 @@ def test_who_comes_late_to_delete_it_does_not(tmp_path: Path) -> None:
     """Another saw the pin, and put it back."""
 
     async def work(backend: LocalBackend) -> None:
-        for step in (1, 2):
-            await kit.save(backend, step)
-        needing = Needing((1, 1))
-        stage = Stage(tmp_path, _rotation, _rotation, needing)
-        first, second, third = stage.processes
-        stage.until(first, "rotate.looked")
-        stage.until(third, "pin.published")
+        needing, stage = await _pinned_late(backend, tmp_path)
+        second = stage.processes[1]
         stage.until(second, "rotate.put_back")
         second.let_go(Killed())
         stage.end()
