@@ -590,6 +590,8 @@ _open: weakref.WeakSet[Arena] = weakref.WeakSet()
 def _forget_in_child() -> None:
     for arena in list(_open):
         arena._closed = True
+        arena._reserved = threading.Event()  # whoever was reserving is not here
+        arena._reserved.set()
         arena._lock.retire()
         arena._control.forget()
         arena._fd = -1
