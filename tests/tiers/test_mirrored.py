@@ -16,7 +16,7 @@ from everstep.backends.faults import Fault
 from everstep.cli.main import main
 from everstep.places import locate
 
-from tests.facade.kit import Storage, Training, opened, same_bits, steps_on_disk, torchrun, until
+from tests.facade.kit import Storage, Training, opened, run_ranks, same_bits, steps_on_disk, until
 from tests.nvme.kit import Places, denied
 
 
@@ -255,7 +255,7 @@ ckpt.close()
 
 def test_ranks_that_ask_one_after_the_other_do_not_wait_for_each_other(root: Path, tmp_path: Path) -> None:
     far = tmp_path / "far"
-    torchrun(ONE_BY_ONE, root, far)
+    run_ranks(ONE_BY_ONE, root, far)
     until(lambda: steps_on_disk(far) == [1, 2], "the last step", timeout_s=60)
 
 
