@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 PRELOAD = [
+    "torch._dynamo",  # an optimizer's first step loads it
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "everstep.checkpointer",
