@@ -34,7 +34,7 @@ types: install
 
 # Two at a time. What fails beside others, on a machine with few cores, has to pass alone.
 unit: install
-	$(BIN)/python -m pytest -m "not long" -n 2 || $(BIN)/python -m pytest -m "not long" --last-failed --last-failed-no-failures none
+	$(BIN)/python -m pytest -m "not long" -n 2 --dist worksteal || $(BIN)/python -m pytest -m "not long" --last-failed --last-failed-no-failures none
 
 test: lint types unit
 

@@ -41,6 +41,13 @@ async def together(work: Iterable[Awaitable[R]]) -> list[R]:
         await ended(tasks)
 
 
+async def both(one: Awaitable[T], other: Awaitable[R]) -> tuple[T, R]:
+    """:func:`together` for two whose results differ in type."""
+    work: list[Awaitable[Any]] = [one, other]
+    first, second = await together(work)
+    return first, second
+
+
 async def finished(job: concurrent.futures.Future[R]) -> R:
     """The result of a thread's job. When the caller is cancelled, a job that has begun is waited for."""
     waiter = asyncio.wrap_future(job)

@@ -35,6 +35,7 @@ from everstep.store.flush import FlushJob
 from everstep.store.merge import merge_rank
 
 from .basing import rank_source
+from .behind import POLL_FIRST_S, THREADS, WAITING_MAX
 from .flushes import logged
 from .journal import JobEntry, MergeEntry
 from .storage import Fence, in_our_words, may_pass, patiently
@@ -43,15 +44,10 @@ from .verdict import GIVEN_UP, error_of
 
 log = logging.getLogger("everstep.agent")
 
-WAITING_MAX = 2
-"""Deltas that wait behind the one that is being merged; of more, the oldest is given up."""
-THREADS = 2
-"""That hash what passes through."""
 TRIES_MAX = 5
 """Of one merge, where storage fails; then it is given up."""
 PAUSE_S = 5.0
 """Between tries."""
-POLL_FIRST_S = 0.05
 POLL_MAX_S = 5.0
 """Between looks whether the other nodes' shares are there."""
 LOOK_AFTER_S = 2.0

@@ -33,6 +33,7 @@ from everstep.store.commit import tidy
 from everstep.store.mirror import conclude, copy_records, give_up, mirror_rank, missing_ranks, standing
 from everstep.store.rotate import RotationReport
 
+from .behind import POLL_FIRST_S, THREADS, WAITING_MAX
 from .flushes import logged
 from .journal import MirrorEntry
 from .rotation import Rotator
@@ -42,16 +43,11 @@ from .waiting import happened
 
 log = logging.getLogger("everstep.agent")
 
-WAITING_MAX = 2
-"""Checkpoints that wait behind the one that is being mirrored; of more, the oldest is dropped."""
 PAUSE_FIRST_S = 1.0
 PAUSE_MAX_S = 60.0
 """Between tries of a tier that fails."""
-POLL_FIRST_S = 0.05
 POLL_MAX_S = 2.0
 """Between looks whether the other nodes' ranks are there."""
-THREADS = 2
-"""That hash what passes through."""
 
 Key = tuple[int, int]
 

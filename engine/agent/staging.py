@@ -20,14 +20,12 @@ from everstep.store.flush import FlushJob, flush_rank
 from everstep.store.sources import DurableSource
 from everstep.store.staged import Key, claim, discard, retain, upload_rank
 
+from .behind import THREADS
 from .journal import JobEntry
 from .storage import Fence, patiently
 from .values import TierSettings
 
 log = logging.getLogger("everstep.agent")
-
-THREADS = 2
-"""That hash what is uploaded."""
 
 
 class Staging:

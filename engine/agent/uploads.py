@@ -17,12 +17,11 @@ from typing import Any
 from everstep.backends.errors import BackendError
 from everstep.errors import Damaged, Pruned
 
+from .behind import WAITING_MAX
 from .flushes import Flush, Job
 from .journal import VOTED
 from .waiting import happened
 
-WAITING_MAX = 2
-"""Steps that wait behind the one that is being uploaded; of more, the oldest is given up."""
 PAUSE_FIRST_S = 0.5
 PAUSE_MAX_S = 30.0
 """Between tries of a root that fails."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import platform
 import threading
 import uuid
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -24,7 +23,7 @@ from ..agent.storage import patiently
 from ..backends.api import Backend
 from ..backends.errors import Permanent
 from ..backends.open import SUPPORTED, local_path
-from ..backends.parallel import ended
+from ..backends.parallel import both
 from ..errors import BadOption, EverstepError, RankError, SaveAbandoned, SaveFailed, UsageError
 from ..format import names
 from ..format.hashing import rank_root
@@ -40,9 +39,6 @@ from .share import Report, Share
 from .values import ABOUT, STATE
 
 log = logging.getLogger("everstep")
-
-A = TypeVar("A")
-B = TypeVar("B")
 
 OVERLAP_WAIT_S = 1800.0
 """How long a save in the background waits for the one before it: torch's own bound for a collective."""
@@ -250,7 +246,7 @@ class Writer(StorageWriter):
         else:
             image = share.image().build(share.about())
             small = _write_small(backend, attempt, job, share.layout, image)
-            records, (hash_text, state) = await _together(_write_images(backend, attempt, job, share), small)
+            records, (hash_text, state) = await both(_write_images(backend, attempt, job, share), small)
             await _vote(backend, job, hash_text, (*records, state))
         report = share.report(attempt.incarnation, attempt.number)
         share.release()
@@ -322,15 +318,6 @@ class _Bytes:
         return self._view[start:end]
 
 
-async def _together(first: Awaitable[A], second: Awaitable[B]) -> tuple[A, B]:
-    """Both results; where one fails, the other is ended first."""
-    tasks = (asyncio.ensure_future(first), asyncio.ensure_future(second))
-    try:
-        return await tasks[0], await tasks[1]
-    finally:
-        await ended(tasks)
-
-
 async def _write_small(
     backend: Backend, attempt: Attempt, job: FlushJob, layout: Layout, image: bytes
 ) -> tuple[str, ImageRecord]:
@@ -345,9 +332,7 @@ async def _write_small(
                 backend, job, STATE_IMAGE, name, _Bytes(image), attempt.run.chunk_bytes, pool
             )
 
-        _, state = await _together(
-            patiently(lambda: store_layout(backend, hash_text, encoded)), patiently(write)
-        )
+        _, state = await both(patiently(lambda: store_layout(backend, hash_text, encoded)), patiently(write))
     return hash_text, state
 
 

@@ -15,10 +15,10 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from everstep.backends.aligned import BLOCK, aligned_buffer, round_down, round_up
-from everstep.backends.parallel import ended, heard
+from everstep.backends.parallel import both, heard
 from everstep.codec.chunk import decode_chunk
 from everstep.errors import CannotTell, Damaged, EverstepError, Pruned
 from everstep.format import names
@@ -60,8 +60,6 @@ LACKING = "lacking"
 """Field of an error: the numbers of an image's chunks whose base nobody has right. All others of what was to be read
 were decoded."""
 
-T = TypeVar("T")
-U = TypeVar("U")
 
 Key = tuple[int, int]
 """(incarnation, step)"""
@@ -566,13 +564,3 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
     import numpy  # here, since fsck and the agent live without it
 
     numpy.copyto(numpy.frombuffer(target, numpy.uint8), numpy.frombuffer(source, numpy.uint8))
-
-
-async def both(one: Awaitable[T], other: Awaitable[U]) -> tuple[T, U]:
-    """Both, side by side; an error ends the other before it is raised, so that no buffer is written to afterwards."""
-    first, second = asyncio.ensure_future(one), asyncio.ensure_future(other)
-    tasks: list[asyncio.Future[Any]] = [first, second]
-    try:
-        return await asyncio.gather(first, second)
-    finally:
-        await ended(tasks)

@@ -17,6 +17,7 @@ from everstep.benchmarks.harness.processes import MARK, end_processes, new_token
 from everstep.benchmarks.harness.systems import all_systems, load
 
 from tests.bench.small_state import SAVES
+from tests.s3.server import S3Server
 
 LIMIT_S = 110
 SYSTEMS = all_systems()
@@ -72,13 +73,10 @@ def test_what_was_saved_comes_back(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", IN_STORES)
-def test_what_was_saved_comes_back_from_a_store(name: str, tmp_path: Path) -> None:
-    from everstep.benchmarks.s3_server import own_server
-
+def test_what_was_saved_comes_back_from_a_store(name: str, tmp_path: Path, s3_server: S3Server) -> None:
     if why := load(SYSTEMS[name]).missing():
         pytest.skip(f"{name}: {why}")
-    with own_server(tmp_path / "store", volumes=5) as server:
-        run_in_process(name, tmp_path, server.env, server.url())
+    run_in_process(name, tmp_path, s3_server.env, s3_server.url())
 
 
 def test_what_cannot_run_says_why_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

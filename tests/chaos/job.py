@@ -25,8 +25,9 @@ from everstep.memory.process import Process
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.batches import Batches
+
 WIDTH = 96
-BATCH = 4
 RANK_TIMEOUT_S = 20.0
 POLICY: dict[str, Any] = {
     "keep_last": 2,
@@ -71,25 +72,6 @@ class Journal:
         os.write(self._fd, (json.dumps(line) + "\n").encode())
 
 
-class Batches:
-    """This rank's own stream of batches; its position is where the generator stands."""
-
-    def __init__(self, rank: int) -> None:
-        self._generator = torch.Generator().manual_seed(1000 + rank)
-        self.position = 0
-
-    def next(self) -> Tensor:
-        self.position += 1
-        return torch.randn(BATCH, WIDTH, generator=self._generator)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position, "generator": self._generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
-        self._generator.set_state(state["generator"])
-
-
 class Training:
     """One rank's live objects."""
 
@@ -110,7 +92,7 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(
             self.optimizer, max_lr=1e-2, total_steps=steps + 1
         )
-        self.batches = Batches(rank)
+        self.batches = Batches(rank, WIDTH)
 
     def step(self) -> float:
         loss: Tensor = self.model(self.batches.next()).pow(2).mean()

@@ -26,7 +26,7 @@ from everstep.store.catalog import list_steps, read_decision
 from tests.crash.points import ELSEWHERE, KILLS, Kill, points_of_the_code
 from tests.crash.story import KEEP, LAST
 
-SAMPLED = 6
+SAMPLED = 4
 DAMAGE_LEFT = 4
 NO_RUN = 16
 AGENT_POINTS = [

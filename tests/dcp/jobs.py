@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import time
 import traceback
 import warnings
@@ -117,26 +116,31 @@ def fsdp_load(where: Path) -> None:
         assert_same(whole, torch.load(where / "reference.pt", weights_only=False))
 
 
-@case
-def async_thread(where: Path) -> None:
-    """Staged before the call returns; two saves at once stay apart; one writer for several directories."""
-    model, optimizer = trained(3)
-    writer = ed.Writer()
+def saved_in_turn(
+    model: nn.Module, optimizer: torch.optim.Optimizer, where: Path, **how: Any
+) -> tuple[list[Any], list[Any]]:
+    """Three steps, each changed as soon as its save came back: what each was, and the saves' futures."""
     group = dist.new_group(backend="gloo")
     expected, futures = [], []
     for step in (1, 2, 3):
         expected.append(full(model, optimizer))
         futures.append(
             dcp.async_save(
-                nested(model, optimizer),
-                checkpoint_id=where / "thread" / str(step),
-                storage_writer=writer,
-                process_group=group,
+                nested(model, optimizer), checkpoint_id=where / str(step), process_group=group, **how
             )
         )
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1)
+    return expected, futures
+
+
+@case
+def async_thread(where: Path) -> None:
+    """Staged before the call returns; two saves at once stay apart; one writer for several directories."""
+    model, optimizer = trained(3)
+    writer = ed.Writer()
+    expected, futures = saved_in_turn(model, optimizer, where / "thread", storage_writer=writer)
     for future in futures:
         future.result(timeout=60)
     for step, whole in enumerate(expected, 1):
@@ -151,22 +155,9 @@ def own_stager(where: Path) -> None:
     """Memory that is kept holds one save at a time: what changes meanwhile is in none."""
     model, optimizer = trained(3)
     writer, stager = ed.Writer(), ed.Stager()
-    group = dist.new_group(backend="gloo")
-    expected, futures = [], []
-    for step in (1, 2, 3):
-        expected.append(full(model, optimizer))
-        futures.append(
-            dcp.async_save(
-                nested(model, optimizer),
-                checkpoint_id=where / "staged" / str(step),
-                storage_writer=writer,
-                process_group=group,
-                async_stager=stager,
-            )
-        )
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(1)
+    expected, futures = saved_in_turn(
+        model, optimizer, where / "staged", storage_writer=writer, async_stager=stager
+    )
     assert all(future.done() for future in futures[:2])
     futures[-1].result(timeout=60)
     stager.close()
@@ -465,20 +456,13 @@ def after_death(where: Path) -> None:
     assert_same(found["layers.0.weight"].full_tensor(), flat_state(3)["layers.0.weight"].full_tensor())
 
 
-def main() -> None:
-    names, where, store = sys.argv[1:4]
+def main(names: str, where: Path, store: Path) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     for name in names.split(","):
-        CASES[name](Path(where))
+        CASES[name](where)
         print(f"{name}: done", flush=True)
         dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)  # torch's checkpoint process would be waited for

@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from tests.dcp.jobs import differing, full, nested, trained
-from tests.dcp.kit import assert_same, blank, files, run_job
+from tests.dcp.kit import assert_same, blank, files
+from tests.dcp.run import run_job
 
 FOUR = (
     "fsdp_save,fsdp_load,plan_caching,titan,per_rank,full_disk,full_disk_coordinator,refused_values,"
@@ -173,11 +174,8 @@ def test_damage_is_found_at_load(left: Path, tmp_path: Path, damage: str) -> Non
     ],
 )
 def test_a_rank_dies_in_the_midst_of_a_save(tmp_path: Path, rank: int, point: str, tokens: int) -> None:
-    run_job(2, "dies", tmp_path, env={rank: {"KILL_AT": point}})
-    expected = {"EXPECTED": str(tokens)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EXPECTED", expected["EXPECTED"])
-        run_job(2, "after_death", tmp_path)
+    run_job(2, "dies", tmp_path, killed={rank: point})
+    run_job(2, "after_death", tmp_path, env={"EXPECTED": str(tokens)})
     assert_sound(tmp_path / "dies", Severity.INFO)
     assert len(list((tmp_path / "dies").glob("checkpoints/*/*/a*"))) == 1
 

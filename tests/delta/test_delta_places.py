@@ -8,7 +8,7 @@ import everstep
 import pytest
 import torch
 
-from tests.facade.kit import forget_memory, torchrun, until
+from tests.facade.kit import forget_memory, run_ranks, until
 from tests.nvme.kit import staged
 
 from .runs_kit import Adapter, chain, deltas, is_bit_equal, merged, stands, train
@@ -50,7 +50,7 @@ ckpt.close()
 
 @pytest.mark.parametrize("agent", ["inline", pytest.param("process", marks=pytest.mark.long)])
 def test_each_node_merges_what_its_ranks_wrote(root: Path, agent: str) -> None:
-    torchrun(JOB, root, agent)
+    run_ranks(JOB, root, agent)
     there = stands(root)
     full = next(step for step, one in there.items() if one.attempt == 2)
     assert there[full][:2] == ("full", None) and there[9].kind == "delta"
@@ -62,7 +62,7 @@ def test_each_node_merges_what_its_ranks_wrote(root: Path, agent: str) -> None:
         halves = [torch.arange(8.0).reshape(4, 2) + 100 * rank + step for rank in range(2)]
         assert torch.equal(whole, torch.cat(halves)), step
     if agent == "process":
-        torchrun(AGAIN, root, ranks=4)  # of another number of ranks no delta is made
+        run_ranks(AGAIN, root, ranks=4)  # of another number of ranks no delta is made
         assert stands(root)[10].kind == "full"
 
 
@@ -85,7 +85,7 @@ ckpt.close()
 
 def test_a_base_that_is_lost_to_another_node_makes_a_full(root: Path) -> None:
     """Rank 0 has it still, and hears of it by the checkpoint's manifest."""
-    torchrun(CUT, root)
+    run_ranks(CUT, root)
     there = stands(root)
     kinds = [there[step].kind for step in range(1, 12)]
     after = 1 + kinds.index("full", 1)

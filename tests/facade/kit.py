@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from everstep.memory.arena import Arena
 from everstep.memory.directory import find_arenas
 from everstep.places import locate
 from torch import nn
+
+from tests.matrix import launch
 
 torch.set_num_threads(1)
 
@@ -256,10 +259,34 @@ class Script:
         self.process.communicate()
 
 
+def _written(body: str, beside: object) -> Path:
+    path = Path(str(beside)).parent / f"job-{random.randrange(10**9)}.py"
+    path.write_text(SCRIPT_HEAD.format(tests=str(Path(__file__).parents[2])) + textwrap.dedent(body))
+    return path
+
+
+def run_ranks(body: str, *args: object, ranks: int = 2, timeout_s: float = 280) -> None:
+    """A script as all ranks of a job, none of which takes the seconds of importing torch; all must end well."""
+    path, port = _written(body, args[0]), launch.free_port()
+    outs = [path.with_suffix(f".{rank}.txt") for rank in range(ranks)]
+    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    world |= {"MASTER_PORT": str(port)}
+    processes = [
+        launch.start(_run, path, args, out=out, env={**world, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank, out in enumerate(outs)
+    ]
+    codes = launch.ended(processes, timeout_s)
+    assert codes == [0] * ranks, "\n----\n".join(out.read_text() for out in outs if out.exists())
+
+
+def _run(path: Path, args: Sequence[object]) -> None:
+    sys.argv = [str(path), *map(str, args)]
+    runpy.run_path(str(path), run_name="__main__")
+
+
 def torchrun(body: str, *args: object, ranks: int = 2, restarts: int = 0, timeout_s: float = 280) -> str:
     """The combined output of a script under torchrun; it must end well."""
-    path = Path(str(args[0])).parent / f"job-{random.randrange(10**9)}.py"
-    path.write_text(SCRIPT_HEAD.format(tests=str(Path(__file__).parents[2])) + textwrap.dedent(body))
+    path = _written(body, args[0])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [f"--max-restarts={restarts}", "--monitor-interval=0.1", str(path), *map(str, args)]
     env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}

@@ -37,7 +37,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.store import store_kit as kit
 
-from .kit import forget_memory, torchrun
+from .kit import forget_memory, run_ranks
 
 WORLD = 3
 STEP = 1
@@ -455,9 +455,9 @@ dist.barrier()
 
 @pytest.mark.timeout(200)
 def test_two_ranks_load_what_they_have_in_common_once(root: Path, tmp_path: Path) -> None:
-    torchrun(LOADING, root, tmp_path, "save")
+    run_ranks(LOADING, root, tmp_path, "save")
     forget_memory(root)
-    torchrun(LOADING, root, tmp_path, "load")
+    run_ranks(LOADING, root, tmp_path, "load")
     images = sum(path.stat().st_size for path in (root / "checkpoints").rglob("*.safetensors"))
     read = [int((tmp_path / f"read.{rank}").read_text()) for rank in range(2)]
     assert images > 12 << 20 and sum(read) == images

@@ -8,6 +8,9 @@ import pytest
 from everstep.store import fsck
 
 from tests.fsck.run import make_run
+from tests.threadless import threadless
+
+__all__ = ["threadless"]
 
 
 @pytest.fixture(autouse=True)

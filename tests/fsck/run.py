@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -99,6 +100,7 @@ def harm(
 # -- the run
 
 
+@functools.cache
 def held_of(step: int) -> Held:
     """What a step holds; the same each time."""
     trainer = Trainer()

@@ -178,12 +178,11 @@ def is_told(check: Any, runs: dict[str, Path], what: str) -> bool:
 @pytest.fixture(scope="module")
 def reaching(runs: dict[str, Path]) -> dict[str, list[str]]:
     """By site, the harms with which it is reached; those that reach the fewest sites first."""
-    found: dict[str, set[str]] = {}
-    for what in HARMS:
-        sites_of: set[str] = set()
-        with pytest.MonkeyPatch.context() as patch:
-            assert is_told(mutant(None, patch, sites_of.add).check, runs, what), what
-        found[what] = sites_of
+    found: dict[str, set[str]] = {what: set() for what in HARMS}
+    with pytest.MonkeyPatch.context() as patch:
+        check = mutant(None, patch, lambda site: found[what].add(site)).check
+        for what in HARMS:
+            assert is_told(check, runs, what), what
     by_site: dict[str, list[str]] = {}
     for what in sorted(found, key=lambda what: len(found[what])):
         for site in found[what]:

@@ -12,7 +12,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from .machine import Checkpoints
 
-FAST_EXAMPLES, FAST_STEPS = 6, 14
+FAST_EXAMPLES, FAST_STEPS = 4, 14
 LONG_EXAMPLES, LONG_STEPS = 150, 40
 
 GIVEN = os.environ.get("EVERSTEP_MACHINE_SEED")

@@ -1,16 +1,24 @@
-"""Runs a function as every rank of a gloo job, in processes forked off one that has torch imported already."""
+"""Runs a function as every rank of a gloo job, or by itself, in processes forked off one that has torch imported
+already."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import socket
+import sys
+import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 PRELOAD = [
+    "torch._dynamo",  # an optimizer's first step loads it
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "everstep.checkpointer",
@@ -35,7 +43,7 @@ class Job:
     ) -> None:
         os.environ.update(ENVIRONMENT)
         _context.set_forkserver_preload(PRELOAD)
-        port = _free_port()
+        port = free_port()
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(world):
@@ -70,6 +78,49 @@ def run(
         return _collect(job.pipes, timeout_s, dies)
     finally:
         job.end()
+
+
+def start(act: Callable[..., Any], *args: Any, out: Path, env: Mapping[str, str]) -> BaseProcess:
+    """``act(*args)`` in a process, and session, of its own. What it prints is in ``out``; exit code 1 where it raises.
+    ``env`` goes beside this process's environment as it is now."""
+    _context.set_forkserver_preload(PRELOAD)
+    process = _context.Process(target=_alone, args=({**os.environ, **ENVIRONMENT, **env}, out, act, args))
+    process.start()
+    return process
+
+
+def ended(processes: Sequence[BaseProcess], within_s: float) -> list[int | None]:
+    """Exit codes, None where it still ran after ``within_s``. None of them is left, nor what they started."""
+    until = time.monotonic() + within_s
+    try:
+        for process in processes:
+            process.join(max(until - time.monotonic(), 0))
+        return [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            assert process.pid is not None
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+
+
+def _alone(env: dict[str, str], out: Path, act: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(env)
+    fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    code = 1
+    try:
+        act(*args)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # as a killed process ends: torch's own would be waited for
 
 
 def _collect(pipes: list[Connection], timeout_s: float, dies: Collection[int]) -> list[Any]:
@@ -123,7 +174,7 @@ def _rank(
     os._exit(0)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -3,7 +3,6 @@ bit, from disk and from memory."""
 
 from __future__ import annotations
 
-import random
 import shutil
 import tempfile
 from collections import defaultdict
@@ -45,7 +44,14 @@ PAIRS = [
     ("pp2xfsdp2xtp2", "fsdp3"),
     ("fsdp3xtp2", "pp2xfsdp2xtp2"),
 ]
-SAMPLE_MESHES = 4
+SAMPLE = [
+    ("ddp2", "fsdp3"),
+    ("fsdp2", "hsdp2x2"),
+    ("tp2", "fsdp2xtp2"),
+    ("pp2", "one"),
+    ("pp2xfsdp2", "pp2"),
+]
+"""Each kind once, with few ranks."""
 
 
 @pytest.fixture
@@ -78,15 +84,11 @@ def run_pairs(pairs: list[tuple[str, str]], directory: Path, shared: Path) -> No
 
 def test_the_list_is_long_enough() -> None:
     assert len(set(PAIRS)) >= 12 and {name for pair in PAIRS for name in pair} == set(MESHES) - {"fsdp16"}
+    assert set(SAMPLE) < set(PAIRS)
 
 
 def test_some_pairs(tmp_path: Path, shared: Path) -> None:
-    """A seeded sample that changes from day to day would hide failures; this one holds each kind once."""
-    seed = 3
-    print(f"seed {seed}")
-    loads = random.Random(seed).sample(sorted({pair[1] for pair in PAIRS}), SAMPLE_MESHES)
-    pairs = [pair for pair in PAIRS if pair[1] in loads][:8]
-    run_pairs(pairs, tmp_path, shared)
+    run_pairs(SAMPLE, tmp_path, shared)
 
 
 @pytest.mark.long

@@ -11,7 +11,6 @@ import random
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from everstep.store.findings import Kind
 
 from tests.chaos.disk import Key, damage, findings, standing
 from tests.chaos.processes import Family, kill
+from tests.seeds import run_given
 
 from . import launch, meshes
 from .worlds_job import Fate, Life, live, wrong_values
@@ -454,18 +454,9 @@ def told(run: Run) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    failed = 0
-    for seed in [int(text) for text in arguments if not text.startswith("-")]:
-        base = Path(tempfile.mkdtemp(prefix=f"worlds-{seed}-"))
-        run = run_seed(seed, base, small="--small" in arguments)
-        (base / "told.txt").write_text("\n".join([told(run), *run.notes]))
-        print(told(run).splitlines()[0], *(text[:400] for text in run.problems), sep="\n     ", flush=True)
-        failed += bool(run.problems)
-        if run.problems or "--keep" in arguments:
-            print(f"     {base}", flush=True)
-        else:
-            shutil.rmtree(base)
-    return int(failed > 0)
+    return run_given(
+        arguments, "worlds", lambda seed, base: run_seed(seed, base, small="--small" in arguments), told
+    )
 
 
 if __name__ == "__main__":

@@ -27,11 +27,10 @@ from everstep.memory.header import Kind
 from everstep.memory.process import Process
 
 from . import children
-from .conftest import SETTINGS
+from .conftest import NO_SPACE, SETTINGS, SOON_S, Reserving
 from .contents import keys, matches, pin_step, write
 
 Make = Callable[..., Arena]
-SOON_S = 20.0
 OWNER = """
 arena = Arena.attach(path)
 arena.take(Process.current(), run_id="run", incarnation={incarnation}, world=1)
@@ -279,30 +278,8 @@ def test_memory_comes_in_the_background(make: Make) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "everstep-populate"]
 
 
-class Reserving:
-    """Memory that is reserved piece by piece, each when it may; ``error`` instead, once it is set."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.may, self.begun = threading.Event(), threading.Event()
-        self.error: OSError | None = None
-        reserve = os.posix_fallocate
-
-        def fallocate(fd: int, offset: int, nbytes: int) -> None:
-            if threading.current_thread().name == "everstep-populate":
-                self.begun.set()
-                assert self.may.wait(SOON_S)
-                if self.error is not None:
-                    raise self.error
-            reserve(fd, offset, nbytes)
-
-        monkeypatch.setattr(os, "posix_fallocate", fallocate)
-
-
-def test_memory_that_is_reserved_behind_is_there_before_a_slot_is_begun(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reserving = Reserving(monkeypatch)
-    arena = make(populate="behind", slot_bytes=8 << 20)
+def test_memory_that_is_reserved_behind_is_there_before_a_slot_is_begun(reserving: Reserving) -> None:
+    arena = reserving.arena()
     path = path_of(arena)
     assert path.stat().st_size == arena.info.nbytes
     assert path.stat().st_blocks * 512 < 8 << 20, "make() came back before"
@@ -316,13 +293,9 @@ def test_memory_that_is_reserved_behind_is_there_before_a_slot_is_begun(
     assert path.stat().st_blocks * 512 >= arena.info.nbytes
 
 
-def test_memory_that_another_took_while_it_was_to_be_reserved_behind(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reserving = Reserving(monkeypatch)
-    arena = make(populate="behind", slot_bytes=8 << 20)
-    reserving.error = OSError(errno.ENOSPC, "No space left on device")
-    reserving.may.set()
+def test_memory_that_another_took_while_it_was_to_be_reserved_behind(reserving: Reserving) -> None:
+    arena = reserving.arena()
+    reserving.fail(NO_SPACE)
     for use in (arena.await_reserved, lambda: write(arena, 1, 1, None)):
         with pytest.raises(MemoryTooSmall, match=str(path_of(arena).parent)):
             use()
@@ -335,10 +308,9 @@ def test_what_clearly_does_not_fit_is_not_begun_behind(directory: Path) -> None:
     assert os.listdir(directory) == []
 
 
-def test_closing_ends_what_is_reserved_behind(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_ends_what_is_reserved_behind(reserving: Reserving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "RESERVE_PIECE_BYTES", 1 << 20)
-    reserving = Reserving(monkeypatch)
-    arena = make(populate="behind", slot_bytes=8 << 20)
+    arena = reserving.arena()
     path = path_of(arena)
     assert reserving.begun.wait(SOON_S)
     threading.Timer(0.05, reserving.may.set).start()
@@ -347,13 +319,9 @@ def test_closing_ends_what_is_reserved_behind(make: Make, monkeypatch: pytest.Mo
     assert not [thread for thread in threading.enumerate() if thread.name == "everstep-populate"]
 
 
-def test_an_arena_that_was_left_before_it_had_its_memory_gets_it(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reserving = Reserving(monkeypatch)
-    first = make(populate="behind", slot_bytes=8 << 20)
-    reserving.error = OSError(errno.ENOSPC, "No space left on device")
-    reserving.may.set()
+def test_an_arena_that_was_left_before_it_had_its_memory_gets_it(reserving: Reserving) -> None:
+    first = reserving.arena()
+    reserving.fail(NO_SPACE)
     path = path_of(first)
     first.close()
     reserving.error = None

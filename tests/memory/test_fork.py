@@ -16,6 +16,7 @@ from everstep.memory.errors import ArenaGone
 from everstep.memory.process import Process
 
 from . import children
+from .conftest import SOON_S, Reserving
 from .contents import SIZES, keys, matches, pin_step, write
 
 Make = Callable[..., Arena]
@@ -77,11 +78,12 @@ def free(directory: Path) -> int:
 
 
 def in_child(work: Callable[[], None]) -> int:
-    """Exit status of a forked child that does ``work``; 0 if it did, negative a signal."""
+    """Exit status of a forked child that does ``work``; 0 if it did, negative a signal: SIGALRM where it hung."""
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
+            signal.setitimer(signal.ITIMER_REAL, SOON_S)
             work()
             status = 0
         finally:
@@ -125,6 +127,22 @@ def test_the_objects_are_dead_in_the_child_and_alive_in_the_parent(make: Make) -
     views["state"][:] = bytes(len(views["state"]))
     slot.publish("x")
     assert keys(arena) == [(1, 1), (1, 2)]
+
+
+def test_a_child_forked_while_memory_is_reserved_does_not_wait_for_it(reserving: Reserving) -> None:
+    arena = reserving.arena()
+    assert reserving.begun.wait(SOON_S)
+
+    def child() -> None:
+        for call in (lambda: arena.begin(1, 1, complete=None), lambda: arena.info):
+            with pytest.raises(ArenaGone):
+                call()
+        arena.close()
+
+    assert in_child(child) == 0
+    reserving.may.set()
+    write(arena, 1, 1, None)
+    assert keys(arena) == [(1, 1)], "the parent's comes as ever"
 
 
 def test_a_stale_view_faults_in_the_child(make: Make) -> None:

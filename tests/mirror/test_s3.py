@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,13 @@ from everstep.store.mirror import conclude, give_up
 
 from tests.mirror import kit
 from tests.s3.run_kit import command, objects, uploads
-from tests.s3.server import S3Server, running_server
+from tests.s3.server import S3Server
 from tests.store import store_kit
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with running_server(tmp_path_factory.mktemp("s3-server")) as running:
-        yield running
+@pytest.fixture
+def server(s3_server: S3Server) -> S3Server:
+    return s3_server
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.matrix import launch
+from tests.seeds import run_given
 
 from .cluster import Cluster, Lived
 from .job import Fate, Life, live
@@ -220,18 +221,7 @@ def told(run: Run) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    failed = 0
-    for seed in [int(text) for text in arguments if not text.startswith("-")]:
-        base = Path(tempfile.mkdtemp(prefix=f"nodes-{seed}-"))
-        run = run_schedule(Schedule.of(seed), base)
-        (base / "told.txt").write_text("\n".join([told(run), *run.notes]))
-        print(told(run).splitlines()[0], *(text[:600] for text in run.problems), sep="\n     ", flush=True)
-        failed += bool(run.problems)
-        if run.problems or "--keep" in arguments:
-            print(f"     {base}", flush=True)
-        else:
-            shutil.rmtree(base)
-    return int(failed > 0)
+    return run_given(arguments, "nodes", lambda seed, base: run_schedule(Schedule.of(seed), base), told)
 
 
 if __name__ == "__main__":

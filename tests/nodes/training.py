@@ -18,29 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.batches import Batches
+
 WIDTH = 64
-BATCH = 4
 ROWS, COLUMNS = 48, 400
 KINDS = ("ddp", "fsdp")
-
-
-class Batches:
-    """A rank's own stream; its position is where the generator stands."""
-
-    def __init__(self, rank: int) -> None:
-        self._generator = torch.Generator().manual_seed(1000 + rank)
-        self.position = 0
-
-    def next(self) -> Tensor:
-        self.position += 1
-        return torch.randn(BATCH, WIDTH, generator=self._generator)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position, "generator": self._generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
-        self._generator.set_state(state["generator"])
 
 
 def first_of(states: list[Any], rank: int, world: int) -> Any:
@@ -57,7 +39,7 @@ class Training:
         torch.manual_seed(8 + rank)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.9)
-        self.batches = Batches(rank)
+        self.batches = Batches(rank, WIDTH)
         begin, end = rank * ROWS // world, (rank + 1) * ROWS // world
         whole = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
         self.rows = (whole[begin:end] % 97).clone()

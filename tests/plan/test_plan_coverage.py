@@ -88,6 +88,22 @@ def test_boxes_that_no_layout_would_hold_are_refused() -> None:
         check_layouts([Layout((wild,), (ImageSpec("model", "model", bytes(4096), 4112),))])
 
 
+def spread(
+    rng: random.Random, shape: tuple[int, ...], world: int, *, pieces: int, wrong: float
+) -> tuple[list[Box], list[list[Box]]]:
+    """Boxes that tile ``shape``, of which with the probability ``wrong`` one is too many, or too few; and by rank."""
+    boxes = tiling(rng, Box.full(shape), rng.randint(1, pieces))
+    if rng.random() < wrong:
+        boxes.append(random_box(rng, shape))
+    if rng.random() < wrong:
+        boxes.pop(rng.randrange(len(boxes)))
+    boxes = list(dict.fromkeys(boxes))
+    held: list[list[Box]] = [[] for _ in range(world)]
+    for box in boxes:
+        held[rng.randrange(world)].append(box)
+    return boxes, held
+
+
 @given(st.randoms(use_true_random=False), st.integers(1, 4))
 @settings(max_examples=200, deadline=None)
 def test_against_counting_elements(rng: random.Random, world: int) -> None:
@@ -95,15 +111,7 @@ def test_against_counting_elements(rng: random.Random, world: int) -> None:
     good = True
     for key in ("a", "b", "c"):
         shape = random_shape(rng)
-        boxes = tiling(rng, Box.full(shape), rng.randint(1, 6))
-        if rng.random() < 0.3:
-            boxes.append(random_box(rng, shape))
-        if rng.random() < 0.3:
-            boxes.pop(rng.randrange(len(boxes)))
-        boxes = list(dict.fromkeys(boxes))
-        held: list[list[Box]] = [[] for _ in range(world)]
-        for box in boxes:
-            held[rng.randrange(world)].append(box)
+        boxes, held = spread(rng, shape, world, pieces=6, wrong=0.3)
         for rank in range(world):
             ranks[rank].append(of(*held[rank], key=key, shape=shape))
         counts = Counter(point for box in boxes for point in points(box))
@@ -120,15 +128,7 @@ def test_against_counting_elements(rng: random.Random, world: int) -> None:
 def test_what_is_wrong_is_named_exactly(rng: random.Random, world: int) -> None:
     """The first element with a wrong count, in the order of coordinates, how often, and by whom."""
     shape = random_shape(rng)
-    boxes = tiling(rng, Box.full(shape), rng.randint(1, 9))
-    if rng.random() < 0.5:
-        boxes.append(random_box(rng, shape))
-    if rng.random() < 0.5:
-        boxes.pop(rng.randrange(len(boxes)))
-    boxes = list(dict.fromkeys(boxes))
-    held: list[list[Box]] = [[] for _ in range(world)]
-    for box in boxes:
-        held[rng.randrange(world)].append(box)
+    boxes, held = spread(rng, shape, world, pieces=9, wrong=0.5)
     counts = Counter(point for box in boxes for point in points(box))
     wrong = next((point for point in sorted(points(Box.full(shape))) if counts[point] != 1), None)
     ranks = [[of(*some, shape=shape)] for some in held]

@@ -33,6 +33,21 @@ async def merged(backend: LocalBackend, delta: Manifest) -> None:
     assert isinstance(found, Manifest) and found.kind == "full"
 
 
+async def merged_beside_a_delta(backend: LocalBackend, tier: Path) -> LocalBackend:
+    """Step 2 is a synthetic full here; the tier, which is given back, has the delta that it was."""
+    full = await kit.save(backend, 1)
+    delta = await kit.save(backend, 2, full)
+    beside = LocalBackend(tier)
+    run = await copy_records(backend, beside)
+    with ThreadPoolExecutor(1) as pool:
+        for manifest in (full, delta):
+            for rank in range(kit.WORLD):
+                await mirror_rank(backend, beside, manifest, rank, run=run, pool=pool)
+            await conclude(backend, beside, manifest)
+    await merged(backend, delta)
+    return beside
+
+
 @pytest.mark.parametrize("harm", [flip(-5), remove])
 def test_a_synthetic_full_is_mended_from_the_delta_that_a_tier_has(tmp_path: Path, harm: object) -> None:
     root, tier = tmp_path / "run", tmp_path / "tier"
@@ -40,16 +55,7 @@ def test_a_synthetic_full_is_mended_from_the_delta_that_a_tier_has(tmp_path: Pat
     state = root / names.state(2, 1, 2, 1)
 
     async def work(backend: LocalBackend) -> None:
-        full = await kit.save(backend, 1)
-        delta = await kit.save(backend, 2, full)
-        beside = LocalBackend(tier)
-        run = await copy_records(backend, beside)
-        with ThreadPoolExecutor(1) as pool:
-            for manifest in (full, delta):
-                for rank in range(kit.WORLD):
-                    await mirror_rank(backend, beside, manifest, rank, run=run, pool=pool)
-                await conclude(backend, beside, manifest)
-        await merged(backend, delta)
+        beside = await merged_beside_a_delta(backend, tier)
         right = image.read_bytes(), state.read_bytes()
         for path in (image, state):
             harm(path)  # type: ignore[operator]
@@ -67,16 +73,7 @@ def test_nothing_is_taken_that_is_not_right(tmp_path: Path) -> None:
     root, tier = tmp_path / "run", tmp_path / "tier"
 
     async def work(backend: LocalBackend) -> None:
-        full = await kit.save(backend, 1)
-        delta = await kit.save(backend, 2, full)
-        beside = LocalBackend(tier)
-        run = await copy_records(backend, beside)
-        with ThreadPoolExecutor(1) as pool:
-            for manifest in (full, delta):
-                for rank in range(kit.WORLD):
-                    await mirror_rank(backend, beside, manifest, rank, run=run, pool=pool)
-                await conclude(backend, beside, manifest)
-        await merged(backend, delta)
+        beside = await merged_beside_a_delta(backend, tier)
         flip(5)(tier / names.packed(2, 1, 1, 0, "model"))
         image = root / names.image(2, 1, 2, 0, "model")
         flip(-5)(image)

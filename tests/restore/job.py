@@ -1,10 +1,9 @@
-"""Ranks of jobs of several sizes, one after the other in the same processes: ``python -m tests.restore.job RANK
-RANKS PORT DIRECTORY``. What became of each case is written to DIRECTORY/<case>.<rank>."""
+"""Ranks of jobs of several sizes, one after the other in the same processes. What became of each case is written to
+<case>.<rank> in a directory."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -344,13 +343,8 @@ CASES: list[tuple[str, int, Callable[[Job], None], bool]] = [
 RANKS = max(world for _, world, _, _ in CASES)
 
 
-def main() -> None:
+def main(rank: int, port: int, out: Path) -> None:
     torch.set_num_threads(1)
-    rank, port, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     job = Job(rank, RANKS, port, out)
     for name, world, case, group in CASES:
         job.run(name, world, case, group=group)
-
-
-if __name__ == "__main__":
-    main()

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from everstep.memory.directory import find_arenas
 
-from .job import CASES, RANKS
+from tests.matrix import launch
+
+from .job import CASES, RANKS, main
 
 SHM = Path("/dev/shm")
 LIMIT_S = 240
@@ -23,26 +22,13 @@ LIMIT_S = 240
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where every rank of every case has written what became of it."""
     out, node = tmp_path_factory.mktemp("jobs"), f"test-{secrets.token_hex(6)}"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = {
-        **os.environ,
-        "EVERSTEP_NODE": node,
-        "EVERSTEP_RUNTIME_DIR": str(out / "runtime"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    command = [sys.executable, "-m", "tests.restore.job"]
-    ranks = [subprocess.Popen([*command, str(rank), str(port), str(out)], env=env) for rank in range(RANKS)]
+    port = launch.free_port()
+    env = {"EVERSTEP_NODE": node, "EVERSTEP_RUNTIME_DIR": str(out / "runtime")}
+    ranks = [launch.start(main, rank, port, out, out=out / f"said.{rank}", env=env) for rank in range(RANKS)]
     try:
-        for rank in ranks:
-            rank.wait(LIMIT_S)
+        launch.ended(ranks, LIMIT_S)
         yield out
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
         for directory in (SHM / f"everstep-{os.getuid()}").glob("*"):
             for info in find_arenas(directory):
                 if info.node == node and info.path is not None:

@@ -1,22 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from botocore.exceptions import ClientError
 
 from tests.facade.conftest import forked, node
 
-from .server import S3Server, running_server
+from .server import S3Server
 
 __all__ = ["forked", "node"]
-
-
-@pytest.fixture(scope="session")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """One server for all tests of a session; each test takes a ``url()`` of its own."""
-    with running_server(tmp_path_factory.mktemp("s3-server")) as server:
-        yield server
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ from .wire import Request
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 EVER = 1 << 30
-PARTS = 12
+PARTS = 6
 
 
 @pytest.fixture

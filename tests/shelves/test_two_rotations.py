@@ -18,7 +18,7 @@ from everstep.store.pins import add_pin
 
 from . import kit
 
-STORIES = 60
+STORIES = 40
 STEP_S = 20.0
 """The longest that a process may take from one of its points to the next."""
 

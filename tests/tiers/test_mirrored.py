@@ -4,6 +4,9 @@ and truth about what is durable."""
 from __future__ import annotations
 
 import json
+import os
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,17 @@ from everstep.backends.faults import Fault
 from everstep.cli.main import main
 from everstep.places import locate
 
-from tests.facade.kit import Storage, Training, opened, same_bits, steps_on_disk, torchrun, until
+from tests.facade.kit import (
+    Forked,
+    Storage,
+    Training,
+    opened,
+    policy,
+    run_ranks,
+    same_bits,
+    steps_on_disk,
+    until,
+)
 from tests.nvme.kit import Places, denied
 
 
@@ -189,46 +202,48 @@ def test_the_root_keeps_what_is_owed(root: Path, tmp_path: Path, storage: Storag
     ckpt.close()
 
 
-KILLED = """
-training = Training()
-points = sys.argv[2]
-os.environ["EVERSTEP_AGENT_POINTS"] = points
-ckpt = everstep.Checkpointer(root, policy=policy(linger_s=2.0), tiers=[everstep.Tier(sys.argv[3], name="far")])
-ckpt.load(training.state)
-for step in (1, 2):
-    training.step()
-    handle = ckpt.save(step, training.state)
-    os.environ.pop("EVERSTEP_AGENT_POINTS", None)
-    if step == 1:
+def saves_twice(root: Path, far: Path, point: str) -> Callable[[Callable[..., None]], None]:
+    """The first agent dies at the ``point``; said are its process and the last one's."""
+
+    def body(say: Callable[..., None]) -> None:
+        training = Training()
+        os.environ["EVERSTEP_AGENT_POINTS"] = f"kill:{point}"
+        tier = everstep.Tier(far, name="far")
+        ckpt = everstep.Checkpointer(root, policy=policy(linger_s=2.0), tiers=[tier])
+        ckpt.load(training.state)
+        for step in (1, 2):
+            training.step()
+            handle = ckpt.save(step, training.state)
+            os.environ.pop("EVERSTEP_AGENT_POINTS", None)
+            if step == 1:
+                say(ckpt.agent_pid)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                handle.wait()
+                handle.wait("far")
         say(ckpt.agent_pid)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        handle.wait()
-        handle.wait("far")
-say(ckpt.agent_pid)
-ckpt.close()
-say("closed")
-"""
+        ckpt.close()
+
+    return body
 
 
 @pytest.mark.parametrize(
     "point",
     [
-        "mirror.image.piece",
+        pytest.param("mirror.image.piece", marks=pytest.mark.long),
         "mirror.vote.before",
         "mirror.manifest.before",
         "mirror.manifest.after",
         "mirror.ranks",
-        "mirror.settled",
+        pytest.param("mirror.settled", marks=pytest.mark.long),
     ],
 )
 def test_an_agent_that_is_killed_is_followed_by_one_that_goes_on(
-    root: Path, tmp_path: Path, script: Any, point: str
+    root: Path, tmp_path: Path, forked: Callable[..., Forked], point: str
 ) -> None:
-    job = script(KILLED, root, f"kill:{point}", tmp_path / "far")
-    assert job.line() != job.line(), "the agent was not killed"
-    assert job.line() == "closed", job.end()
-    assert job.end()[0] == 0
+    code, said = forked(saves_twice(root, tmp_path / "far", point)).end()
+    assert code == 0 and len(said) == 2
+    assert said[0] != said[1], "the agent was not killed"
     assert tree(tmp_path / "far") == tree(root)
     assert steps_on_disk(tmp_path / "far") == [1, 2]
 
@@ -255,7 +270,7 @@ ckpt.close()
 
 def test_ranks_that_ask_one_after_the_other_do_not_wait_for_each_other(root: Path, tmp_path: Path) -> None:
     far = tmp_path / "far"
-    torchrun(ONE_BY_ONE, root, far)
+    run_ranks(ONE_BY_ONE, root, far)
     until(lambda: steps_on_disk(far) == [1, 2], "the last step", timeout_s=60)
 
 

@@ -10,10 +10,7 @@ import everstep
 import pytest
 
 from tests.facade.kit import Training, forget_memory, opened, same_bits, steps_on_disk, until
-from tests.s3.conftest import s3_server
 from tests.s3.server import S3Server
-
-__all__ = ["s3_server"]
 
 
 def far(server: S3Server, url: str, **options: Any) -> everstep.Tier:

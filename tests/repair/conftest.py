@@ -1,0 +1,3 @@
+from tests.threadless import threadless
+
+__all__ = ["threadless"]
