@@ -273,7 +273,7 @@ def test_an_error_in_a_copying_thread_is_raised(monkeypatch: pytest.MonkeyPatch,
         raise RuntimeError("bus error")
 
     monkeypatch.setattr(moving, "COMPILED", compiled)
-    monkeypatch.setattr(moving, "copy_each" if compiled else "_copy_pairs", fail)
+    monkeypatch.setattr(moving, "copy_range" if compiled else "_copy_pairs", fail)
     with pytest.raises(RuntimeError, match="bus error"):
         moving.move([torch.zeros(1 << 23)], [torch.zeros(1 << 23)], threads=2)
 
