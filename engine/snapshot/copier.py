@@ -6,7 +6,7 @@ import itertools
 import operator
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from everstep.memory.arena import Arena
 from everstep.memory.control import COPY_PREFIX, IMAGE_PREFIX, STATE_REGION
 from everstep.memory.slots import WriteSlot
 
-from .late import LateCopy
+from .late import LateCopy, versions_of
 from .moving import COMPILED, Runs, Words, move
 from .views import Expected, build_destinations, carrier, expect
 
@@ -61,6 +61,8 @@ class _Sources:
     arrays: list[tuple[np.ndarray[Any, Any], torch.Tensor]] = field(default_factory=list)
     runs: Runs | None = None
     """The same as addresses, where all of ``tensors`` are known to be runs of host memory."""
+    versions: list[int] = field(default_factory=list)
+    """Of ``tensors``, where they are copied late."""
 
     def some(self, wanted: Collection[int]) -> _Sources:
         """Those of the entries ``wanted``; no arrays."""
@@ -146,7 +148,7 @@ class Copier:
         def names() -> list[str]:
             return [_name(entries[index]) for index in indices]
 
-        return LateCopy(slot, names, later.tensors, later.into, later.runs)
+        return LateCopy(slot, names, later.tensors, later.into, later.runs, later.versions)
 
     def lay_around(
         self, slot: WriteSlot, plan: Plan, *, state: bytes, meta: bytes
@@ -285,16 +287,17 @@ def _split(sources: _Sources, late: Collection[int]) -> tuple[_Sources, _Sources
     """(what is copied now, what may be copied late). A tensor without a version counter, or a temporary copy,
     is copied now: that it stays the same could not be seen."""
     late = frozenset(late)
-    if any(map(torch.Tensor.is_inference, sources.tensors)):
-        pairs = zip(sources.indices, sources.tensors, strict=True)
-        late -= {index for index, tensor in pairs if tensor.is_inference()}
     if late.issuperset(sources.indices):
-        return _Sources(arrays=sources.arrays), _Sources(
-            sources.indices, sources.tensors, sources.into, runs=sources.runs
-        )
-    now = sources.some(frozenset(sources.indices) - late)
+        now, later = _Sources(), replace(sources, arrays=[])
+    else:
+        now, later = sources.some(frozenset(sources.indices) - late), sources.some(late)
+    try:
+        later.versions = versions_of(later.tensors)
+    except RuntimeError:  # torch's answer for tensors that were made for inference: they have none
+        pairs = zip(later.indices, later.tensors, strict=True)
+        return _split(sources, late - {index for index, tensor in pairs if tensor.is_inference()})
     now.arrays = sources.arrays
-    return now, sources.some(late)
+    return now, later
 
 
 def _lay_around(

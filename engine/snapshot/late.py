@@ -125,11 +125,12 @@ class LateCopy(_Copying):
         sources: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor],
         runs: Runs | None = None,
+        versions: list[int] | None = None,
     ) -> None:
         """``names`` gives those of ``sources``, in their order; asked for only when one has moved. ``runs``: the same
-        as runs of host memory, if all are."""
+        as runs of host memory, if all are. ``versions``: of all, as of now, if they were looked at already."""
         self._names = names
-        self._versions = list(map(_version_of, sources))
+        self._versions = versions_of(sources) if versions is None else versions
         self._moved: list[str] | None = None
         self.held = False
         """Whether :meth:`hold` let the sources go."""
@@ -171,7 +172,7 @@ class LateCopy(_Copying):
         return list(self._moved)
 
     def _look(self) -> list[str]:
-        versions = list(map(_version_of, self._sources))
+        versions = versions_of(self._sources)
         if versions == self._versions:
             return []
         rows = zip(self._names(), self._versions, versions, strict=True)
@@ -203,6 +204,11 @@ class Drain(_Copying):
 
     def _copied(self) -> None:
         self._slot.publish(self._layout_hash)
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often each was changed. RuntimeError if one was made for inference."""
+    return list(map(_version_of, tensors))
 
 
 def _pieces(sizes: Sequence[int]) -> list[tuple[int, int]]:

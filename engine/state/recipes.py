@@ -159,10 +159,6 @@ class Recipe:
         """Those of ``some``, one of each tensor, that are of leaves, in their order."""
         return some if self.firsts is None else [some[first] for first in self.firsts]
 
-    def where(self, addresses: list[int]) -> Mapping[int, int | list[int]]:
-        """By address the leaf, or leaves, that begin there."""
-        return self.at or dict(zip(addresses, itertools.count(self.base), strict=False))
-
 
 class Recipes:
     """Those of the last flattening, by (part, key text of the place). Used by one thread at a time."""

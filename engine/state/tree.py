@@ -269,7 +269,7 @@ class TreeEncoder(Encoder):
             return False
         self._ordinals.update(zip(map(id, found.inner), itertools.count(len(self._ordinals)), strict=False))
         self._alive += found.inner
-        self._at.update(recipe.where(found.addresses))
+        self._at.update(recipe.at or zip(found.addresses, itertools.count(recipe.base)))
         self.addresses += recipe.leaves(found.addresses)
         rows = (recipe.texts, tensors, recipe.scopes, recipe.names, recipe.lengths, recipe.boxes)
         self.leaves += map(Leaf, itertools.repeat(self.part), *rows)
