@@ -167,11 +167,7 @@ class Copier:
 
     def _destinations(self, slot: WriteSlot, plan: Plan, places: Mapping[str, memoryview]) -> _Views:
         known = self._views.get(slot.index)
-        if (
-            known is not None
-            and known.token == slot.arena_token
-            and known.layout_hash == plan.layout_hash
-        ):
+        if known is not None and known.token == slot.arena_token and known.layout_hash == plan.layout_hash:
             return known
         return self._build(slot.index, slot.arena_token, plan, places)
 
@@ -325,9 +321,7 @@ def _copy_now(slot: WriteSlot, sources: _Sources) -> None:
         runs.move(first)
     else:
         move(sources.tensors[1:], sources.into[1:])
-    for array, into in sources.arrays:
-        target = np.frombuffer(into.reshape(-1).view(torch.uint8).numpy(), dtype=array.dtype).reshape(
-            array.shape
-        )
-        np.copyto(target, array, casting="no")
+    for values, into in sources.arrays:
+        target = np.frombuffer(into.reshape(-1).view(torch.uint8).numpy(), dtype=values.dtype)
+        np.copyto(target.reshape(values.shape), values, casting="no")
     points.reach("slot.copied", str(slot.step))

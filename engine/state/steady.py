@@ -3,9 +3,9 @@ asking them.
 
 To ask a module of torch for its state takes a call for each module and a new tensor for each of its own; to name an
 optimizer's state a few more for each parameter. Where their classes are content with torch's own ``state_dict`` and
-no hook is set, what they would say follows from their dicts, so these are compared with what they were when the object
-was asked last. Whatever differs is asked again. No reference to a tensor is kept, and none is taken for unchanged because
-it is the same object: tensors are compared as :mod:`.recipes` does.
+no hook is set, what they would say follows from their dicts, so these are compared with what they were when the
+object was asked last. Whatever differs is asked again. No reference to a tensor is kept, and none is taken for unchanged
+because it is the same object: tensors are compared as :mod:`.recipes` does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from .recipes import MISSES_MAX, Found, Recipe, Recipes, atoms_of
 from .wire import Tag
 
 _MODULE = torch.nn.Module
-_OPTIMIZER = torch.optim.Optimizer
+_METHODS = {name: getattr(_MODULE, name) for name in ("state_dict", "_save_to_state_dict", "get_extra_state")}
+_OPTIMIZER_STATE_DICT = torch.optim.Optimizer.state_dict
+"""As torch has it: one that is put in its place for all classes is another."""
 _OWN_OF_MODULES = (
     "_parameters",
     "_buffers",
@@ -119,7 +121,16 @@ class Gathered:
         """Whether what it says follows from its dicts."""
         transient = list(map(_transient_of, dicts))
         types = list(map(type, values))
-        self.structure = [self.kinds, names, counts, keys, sizes, types, transient, list(map(_version_of, modules))]
+        self.structure = [
+            self.kinds,
+            names,
+            counts,
+            keys,
+            sizes,
+            types,
+            transient,
+            list(map(_version_of, modules)),
+        ]
         """What is compared: lists."""
 
     def _is_plain(self, dicts: Sequence[Mapping[str, Any]]) -> bool:
@@ -152,9 +163,7 @@ class Gathered:
 def _is_plain_module(kind: type) -> bool:
     return (
         issubclass(kind, _MODULE)
-        and kind.state_dict is _MODULE.state_dict
-        and kind._save_to_state_dict is _MODULE._save_to_state_dict
-        and kind.get_extra_state is _MODULE.get_extra_state
+        and all(getattr(kind, name) is method for name, method in _METHODS.items())
         and kind.__getattribute__ is object.__getattribute__
         and not any(hasattr(kind, name) for name in _OWN_OF_MODULES)
     )
@@ -164,7 +173,7 @@ def is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     """Whether nothing but torch's own ``state_dict`` has a say in what it gives."""
     kind = type(optimizer)
     return (
-        kind.state_dict is _OPTIMIZER.state_dict
+        kind.state_dict is _OPTIMIZER_STATE_DICT
         and kind.__getattribute__ is object.__getattribute__
         and "state_dict" not in optimizer.__dict__
         and not any(hasattr(kind, name) for name in _OWN_OF_OPTIMIZERS)
@@ -252,7 +261,7 @@ class OptimizerRecord:
             or list(content["state"]) != self._outer
             or not all(map(operator.is_, content["state"].values(), state.values()))
             or [group["params"] for group in content["param_groups"]] != called
-            or any(list(_packed(mine, None)) != list(said) for mine, said in zip(groups, content["param_groups"]))
+            or [list(_packed(mine, None)) for mine in groups] != list(map(list, content["param_groups"]))
             or recipe.keys[: len(state)] != self._outer
         ):
             raise ValueError("an optimizer that says more than its dicts")
@@ -354,7 +363,6 @@ def pattern_of(parameters: Sequence[Any]) -> list[int] | None:
     return list(map(first.__getitem__, ids))
 
 
-
 class Looker:
     """Looks at the modules and optimizers of one state once, before it is flattened."""
 
@@ -430,8 +438,8 @@ class Looker:
         return dict.fromkeys(self._asked) if self._can else {}
 
     def learn(self, made: Mapping[str, Made | None], names: Callable[[], Mapping[int, str]]) -> None:
-        """Take in what was asked for in earnest, and what flattening ``made`` of it. ``names`` gives those of parameters,
-        by id."""
+        """Take in what was asked for in earnest, and what flattening ``made`` of it. ``names`` gives those of
+        parameters, by id."""
         steady = self._steady
         steady.in_vain = 0 if self.known else steady.in_vain + 1
         if not self._can or not self._asked:

@@ -185,9 +185,7 @@ class TrainState:
         )
         looker = ask.looker
         noted = looker.to_note() if looker is not None else None
-        flat = flatten(
-            parts, scope=self.scope if shared else None, ask=ask, recipes=recipes, noted=noted
-        )
+        flat = flatten(parts, scope=self.scope if shared else None, ask=ask, recipes=recipes, noted=noted)
         if looker is not None:
             looker.learn(noted or {}, lambda: ask.names)
             if any(part not in looker.known for part, _, _ in self._find(torch.optim.Optimizer)):

@@ -337,7 +337,9 @@ def test_objects_are_not_asked_while_nothing_changes(monkeypatch: pytest.MonkeyP
     assert len(flat.by) == 2
 
 
-@pytest.mark.parametrize("change", ["data of another shape", "a moment more", "one more module", "other groups"])
+@pytest.mark.parametrize(
+    "change", ["data of another shape", "a moment more", "one more module", "other groups"]
+)
 def test_it_is_known_again_after_a_change(change: str) -> None:
     job = Job()
     known = known_of(job)
