@@ -4,8 +4,8 @@ asking them.
 To ask a module of torch for its state takes a call for each module and a new tensor for each of its own; to name an
 optimizer's state a few more for each parameter. Where their classes are content with torch's own ``state_dict`` and
 no hook is set, what they would say follows from their dicts, so these are compared with what they were when the
-object was asked last. Whatever differs is asked again. No reference to a tensor is kept, and none is taken for unchanged
-because it is the same object: tensors are compared as :mod:`.recipes` does.
+object was asked last. Whatever differs is asked again. No reference to a tensor is kept, and none is taken for
+unchanged because it is the same object: tensors are compared as :mod:`.recipes` does.
 """
 
 from __future__ import annotations
