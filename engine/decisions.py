@@ -130,7 +130,8 @@ class Decisions:
             text, fatal = trouble(step)
             new[-1] = replace(new[-1], trouble=text, fatal=fatal)
         self._take(through, new)
-        self._ranks.tell(self._key, {"through": through, "decided": [_to_wire(d) for d in self._decided]})
+        if self._ranks.world > 1:
+            self._ranks.tell(self._key, {"through": through, "decided": [_to_wire(d) for d in self._decided]})
 
     def _follow_cost(self, schedule: Schedule) -> None:
         seconds = self._cost.interval_s(self._mtbf_s) if self._cost is not None and self._mtbf_s else None

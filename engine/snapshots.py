@@ -30,7 +30,7 @@ from .snapshot.late import Drain, LateCopy, LateCopyTimeout
 from .snapshot.moving import capturing
 from .snapshot.pinning import in_use, pin
 from .snapshot.views import no_collection
-from .state.recipes import Recipes
+from .state.steady import Steady
 from .state.trainstate import TrainState
 from .state.tree import FlatState
 
@@ -52,7 +52,7 @@ class Prepared:
 
     def __init__(self, ranks: Ranks, nodes: Sequence[str], holders: Sequence[Sequence[int]]) -> None:
         """``nodes`` (of all ranks) and ``holders``: see :class:`~.plan.owners.Owners`."""
-        self.recipes = Recipes()
+        self.recipes = Steady()
         self.copier = Copier()
         self.planner = LayoutPlanner(ranks.rank, ranks.world, node_of=nodes, holders=holders)
 
@@ -167,7 +167,13 @@ class Snapshots:
             copying: LateCopy | Drain | None = self._beside(slot, plan, flat, meta_bytes)
             if copying is None:
                 copying = self._copier.copy(
-                    slot, plan, flat.sources(), state=flat.state, meta=meta_bytes, late=late_leaves
+                    slot,
+                    plan,
+                    flat.sources(),
+                    state=flat.state,
+                    meta=meta_bytes,
+                    late=late_leaves,
+                    addresses=flat.addresses,
                 )
         except BaseException:
             slot.abandon()
@@ -271,7 +277,7 @@ class Snapshots:
         """Entries that may be copied late: none before the hooks were seen to fire."""
         if self._hooks is None or not self._hooks.ready(state.optimizers()):
             return frozenset()
-        return frozenset(state.late_tensors(flat.leaves))
+        return self._recipes.late(flat.by, lambda: frozenset(state.late_tensors(flat.leaves)))
 
     def _before_optimizer(self) -> None:
         began = time.perf_counter()

@@ -64,25 +64,35 @@ static PyObject *copy(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *copy_each(PyObject *self, PyObject *args) {
-    PyObject *rows;
-    if (!PyArg_ParseTuple(args, "O!", &PyList_Type, &rows))
-        return NULL;
-    Py_ssize_t count = PyList_GET_SIZE(rows);
-    unsigned long long(*each)[3] = PyMem_RawMalloc(sizeof *each * (size_t)(count > 0 ? count : 1));
-    if (each == NULL)
-        return PyErr_NoMemory();
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(rows, i), "KKK", &each[i][0], &each[i][1], &each[i][2])) {
-            PyMem_RawFree(each);
-            return NULL;
-        }
+/* Bytes [begin, end) of what the sources are when they lie one behind the other. */
+static void copy_some(const uint64_t *to, const uint64_t *from, const uint64_t *sizes, Py_ssize_t count, uint64_t begin,
+                      uint64_t end) {
+    uint64_t at = 0;
+    for (Py_ssize_t i = 0; i < count && at < end; at += sizes[i++]) {
+        uint64_t low = begin > at ? begin - at : 0, high = end - at < sizes[i] ? end - at : sizes[i];
+        if (low < high)
+            copy_past((uint8_t *)(uintptr_t)(to[i] + low), (const uint8_t *)(uintptr_t)(from[i] + low), high - low);
     }
-    Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t i = 0; i < count; i++)
-        copy_past((uint8_t *)(uintptr_t)each[i][0], (const uint8_t *)(uintptr_t)each[i][1], (size_t)each[i][2]);
-    Py_END_ALLOW_THREADS
-    PyMem_RawFree(each);
+}
+
+static PyObject *copy_range(PyObject *self, PyObject *args) {
+    Py_buffer to = {0}, from = {0}, sizes = {0};
+    unsigned long long begin, end;
+    if (!PyArg_ParseTuple(args, "y*y*y*KK", &to, &from, &sizes, &begin, &end))
+        return NULL;
+    int fits = to.len == from.len && to.len == sizes.len && to.len % (Py_ssize_t)sizeof(uint64_t) == 0;
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS
+        copy_some(to.buf, from.buf, sizes.buf, sizes.len / (Py_ssize_t)sizeof(uint64_t), begin, end);
+        Py_END_ALLOW_THREADS
+    } else {
+        PyErr_SetString(PyExc_ValueError, "as many targets as sources and sizes are needed, 8 bytes each");
+    }
+    PyBuffer_Release(&to);
+    PyBuffer_Release(&from);
+    PyBuffer_Release(&sizes);
+    if (!fits)
+        return NULL;
     Py_RETURN_NONE;
 }
 
@@ -337,7 +347,8 @@ end:
 
 static PyMethodDef METHODS[] = {
     {"copy", copy, METH_VARARGS, "copy(target, source): buffers of one size that do not overlap"},
-    {"copy_each", copy_each, METH_VARARGS, "copy_each([(target, source, nbytes), ...]): addresses, not checked"},
+    {"copy_range", copy_range, METH_VARARGS,
+     "copy_range(targets, sources, sizes, begin, end): arrays of addresses, not checked, and of sizes"},
     {"digest", digest, METH_VARARGS, "digest(data): 16 bytes, of 241 bytes at least"},
     {"prove_and_copy", prove_and_copy, METH_VARARGS,
      "prove_and_copy(piece, offset, chunk_bytes, expected, brief, reads, targets): hashes found, None for strided reads"},

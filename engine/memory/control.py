@@ -238,10 +238,14 @@ class Control:
 
     def living_pins(self, index: int) -> list[tuple[Process, Purpose]]:
         """Pins of living processes; under the lock. Those of dead ones are void and removed."""
-        found = []
+        found: list[tuple[Process, Purpose]] = []
+        places = self._pin_words(index)
+        tokens = self.words[places.start : places.stop : places.step].tolist()
+        if not any(tokens):  # looked at for each slot, at each snapshot
+            return found
         boot = Process.current().boot
-        for word in self._pin_words(index):
-            if self.words[word] == 0:
+        for word, token in zip(places, tokens, strict=True):
+            if token == 0:
                 continue
             pid, start, boot_word, purpose = _PIN.unpack_from(self.mapping.view, word * 8 + 8)
             process = Process(pid, start, boot)

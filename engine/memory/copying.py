@@ -6,8 +6,9 @@ memory is what such a copy waits for. Without a compiler they are ordinary ones.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from everstep.format.constants import HASH_BYTES
 from everstep.format.hashing import digest
@@ -19,7 +20,10 @@ except ImportError:
     _copying = None
 
 COMPILED: bool = _copying is not None
-"""Whether :func:`copy_each` and :func:`prove_and_copy` can be had."""
+"""Whether :func:`copy_range` and :func:`prove_and_copy` can be had."""
+
+Words: TypeAlias = "array[int]"
+"""Of type "Q": whole numbers of eight bytes."""
 
 BRIEF_BYTES = 240
 """Up to here the hash has other formulas, which are not in the compiled part."""
@@ -37,10 +41,11 @@ def copy(target: memoryview, source: memoryview) -> None:
     numpy.copyto(numpy.frombuffer(target, numpy.uint8), numpy.frombuffer(source, numpy.uint8))
 
 
-def copy_each(rows: list[tuple[int, int, int]]) -> None:
-    """``rows`` are (address of the target, address of the source, bytes): the caller knows that they are right, and
-    keeps the memory. Only where ``COMPILED``."""
-    _copying.copy_each(rows)
+def copy_range(into: Words, sources: Words, sizes: Words, begin: int, end: int) -> None:
+    """Of ``sources``, as if they lay one behind the other, the bytes from ``begin`` up to ``end``, each to its place.
+    Addresses, and sizes in bytes: the caller knows that they are right, and keeps the memory. Only where
+    ``COMPILED``. ValueError if there are not as many of each."""
+    _copying.copy_range(into, sources, sizes, begin, end)
 
 
 def prove_and_copy(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
+from array import array
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,8 @@ from everstep.memory.arena import Arena
 from everstep.memory.control import COPY_PREFIX, IMAGE_PREFIX, STATE_REGION
 from everstep.memory.slots import WriteSlot
 
-from .late import LateCopy
-from .moving import move
+from .late import LateCopy, versions_of
+from .moving import COMPILED, Runs, Words, move
 from .views import Expected, build_destinations, carrier, expect
 
 LAYOUT_REGION = "layout"
@@ -27,6 +29,7 @@ META_REGION = "meta"
 
 _shape_of = operator.attrgetter("shape")
 _dtype_of = operator.attrgetter("dtype")
+_is_cpu = operator.attrgetter("is_cpu")
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,30 @@ class _Sources:
     tensors: list[torch.Tensor] = field(default_factory=list)
     into: list[torch.Tensor] = field(default_factory=list)
     arrays: list[tuple[np.ndarray[Any, Any], torch.Tensor]] = field(default_factory=list)
+    runs: Runs | None = None
+    """The same as addresses, where all of ``tensors`` are known to be runs of host memory."""
+    versions: list[int] = field(default_factory=list)
+    """Of ``tensors``, where they are copied late."""
+
+    def some(self, wanted: Collection[int]) -> _Sources:
+        """Those of the entries ``wanted``; no arrays."""
+        mask = list(map(wanted.__contains__, self.indices))
+        runs = self.runs
+        if runs is not None:
+            words = [array("Q", itertools.compress(w, mask)) for w in (runs.into, runs.sources, runs.sizes)]
+            runs = Runs(*words)
+        rows = [list(itertools.compress(row, mask)) for row in (self.indices, self.tensors, self.into)]
+        return _Sources(*rows, runs=runs)
+
+
+@dataclass(frozen=True)
+class _Views:
+    """Of one slot: destinations by one layout, and their addresses."""
+
+    token: int
+    layout_hash: str
+    tensors: list[torch.Tensor]
+    addresses: Words
 
 
 class Copier:
@@ -67,8 +94,8 @@ class Copier:
     """
 
     def __init__(self) -> None:
-        self._views: dict[int, tuple[int, str, list[torch.Tensor]]] = {}
-        self._expected: tuple[str, Expected] | None = None
+        self._views: dict[int, _Views] = {}
+        self._expected: tuple[str, Expected, Words] | None = None
 
     def forget(self) -> None:
         """Drop all views, so that a closed arena's memory can go."""
@@ -77,8 +104,7 @@ class Copier:
     def prepare(self, arena: Arena, plan: Plan) -> None:
         """Have what the first copy by ``plan`` needs, into the slot that comes first. MemoryTooSmall."""
         token, places = arena.foresee(0, plan.regions(0, 0))
-        made = build_destinations(plan.layout, self._expect(plan), places)
-        self._views[0] = (token, plan.layout_hash, made)
+        self._build(0, token, plan, places)
 
     def copy(
         self,
@@ -89,23 +115,27 @@ class Copier:
         state: bytes,
         meta: bytes,
         late: Collection[int] = (),
+        addresses: Sequence[int] | None = None,
     ) -> LateCopy | None:
         """Copy a snapshot into ``slot``; the caller publishes or abandons it.
 
         ``leaves`` are tensors or numpy arrays in the order of the layout's entries (those stored elsewhere
         may be None); for an entry of several boxes a tuple of tensors, one per box. Entries whose index is in
         ``late`` are only begun: they are read by a thread, and the caller must ask the returned
-        :class:`LateCopy` before it publishes. Everything else is copied when this returns. StateMismatch if a
-        leaf is not what the layout says; MemoryTooSmall if the slot is.
+        :class:`LateCopy` before it publishes. Everything else is copied when this returns. ``addresses`` of the
+        leaves' memory say that all were seen to be tensors of the shapes and dtypes in the layout, without bits to
+        resolve. StateMismatch if a leaf is not what the layout says; MemoryTooSmall if the slot is.
         """
         if len(leaves) != len(plan.layout.entries):
             raise StateMismatch(
                 "number of leaves", found=len(leaves), expected=f"{len(plan.layout.entries)} of the layout"
             )
         places = slot.place(plan.regions(len(state), len(meta)))
-        expected = self._expect(plan)
-        into = self._destinations(slot, plan, expected, places)
-        sources = _match(plan.layout, expected, into, leaves)
+        expected, sizes = self._expect(plan)
+        into = self._destinations(slot, plan, places)
+        sources = _runs(expected, sizes, into, leaves, addresses)
+        if sources is None:
+            sources = _match(plan.layout, expected, into.tensors, leaves)
         if not late:
             _lay_around(slot, plan, places, state, meta)
             _copy_now(slot, sources)
@@ -118,7 +148,7 @@ class Copier:
         def names() -> list[str]:
             return [_name(entries[index]) for index in indices]
 
-        return LateCopy(slot, names, later.tensors, later.into)
+        return LateCopy(slot, names, later.tensors, later.into, later.runs, later.versions)
 
     def lay_around(
         self, slot: WriteSlot, plan: Plan, *, state: bytes, meta: bytes
@@ -128,20 +158,40 @@ class Copier:
         _lay_around(slot, plan, places, state, meta)
         return places
 
-    def _expect(self, plan: Plan) -> Expected:
+    def _expect(self, plan: Plan) -> tuple[Expected, Words]:
+        """What ``plan`` expects, and the sizes as words."""
         if self._expected is None or self._expected[0] != plan.layout_hash:
-            self._expected = plan.layout_hash, expect(plan.layout)
-        return self._expected[1]
+            expected = expect(plan.layout)
+            self._expected = plan.layout_hash, expected, array("Q", expected.sizes)
+        return self._expected[1:]
 
-    def _destinations(
-        self, slot: WriteSlot, plan: Plan, expected: Expected, places: Mapping[str, memoryview]
-    ) -> list[torch.Tensor]:
+    def _destinations(self, slot: WriteSlot, plan: Plan, places: Mapping[str, memoryview]) -> _Views:
         known = self._views.get(slot.index)
-        if known is not None and known[:2] == (slot.arena_token, plan.layout_hash):
-            return known[2]
-        made = build_destinations(plan.layout, expected, places)
-        self._views[slot.index] = (slot.arena_token, plan.layout_hash, made)
-        return made
+        if known is not None and known.token == slot.arena_token and known.layout_hash == plan.layout_hash:
+            return known
+        return self._build(slot.index, slot.arena_token, plan, places)
+
+    def _build(self, index: int, token: int, plan: Plan, places: Mapping[str, memoryview]) -> _Views:
+        made = build_destinations(plan.layout, self._expect(plan)[0], places)
+        addresses = array("Q", list(map(torch.Tensor.data_ptr, made)))
+        self._views[index] = _Views(token, plan.layout_hash, made, addresses)
+        return self._views[index]
+
+
+def _runs(
+    expected: Expected, sizes: Words, into: _Views, leaves: Sequence[Any], addresses: Sequence[int] | None
+) -> _Sources | None:
+    """Sources that are copied as runs of bytes, all of them; None where some are not, or not known to be."""
+    if addresses is None or not COMPILED or not expected.plain or expected.boxed:
+        return None
+    tensors = leaves if isinstance(leaves, list) else list(leaves)
+    if len(expected.indices) < len(leaves):
+        tensors, addresses = ([some[index] for index in expected.indices] for some in (leaves, addresses))
+    if not (all(map(_is_cpu, tensors)) and all(map(torch.Tensor.is_contiguous, tensors))):
+        return None
+    return _Sources(
+        expected.indices, tensors, into.tensors, runs=Runs(into.addresses, array("Q", addresses), sizes)
+    )
 
 
 def _match(layout: Layout, expected: Expected, into: list[torch.Tensor], leaves: Sequence[Any]) -> _Sources:
@@ -233,14 +283,16 @@ def _split(sources: _Sources, late: Collection[int]) -> tuple[_Sources, _Sources
     """(what is copied now, what may be copied late). A tensor without a version counter, or a temporary copy,
     is copied now: that it stays the same could not be seen."""
     late = frozenset(late)
-    now, later = _Sources(arrays=sources.arrays), _Sources()
-    if late.issuperset(sources.indices) and not any(map(torch.Tensor.is_inference, sources.tensors)):
-        return now, _Sources(sources.indices, sources.tensors, sources.into)
-    for index, tensor, into in zip(sources.indices, sources.tensors, sources.into, strict=True):
-        part = later if index in late and not tensor.is_inference() else now
-        part.indices.append(index)
-        part.tensors.append(tensor)
-        part.into.append(into)
+    if late.issuperset(sources.indices):
+        now, later = _Sources(), replace(sources, arrays=[])
+    else:
+        now, later = sources.some(frozenset(sources.indices) - late), sources.some(late)
+    try:
+        later.versions = versions_of(later.tensors)
+    except RuntimeError:  # torch's answer for tensors that were made for inference: they have none
+        pairs = zip(later.indices, later.tensors, strict=True)
+        return _split(sources, late - {index for index, tensor in pairs if tensor.is_inference()})
+    now.arrays = sources.arrays
     return now, later
 
 
@@ -258,12 +310,18 @@ def _lay_around(
 
 
 def _copy_now(slot: WriteSlot, sources: _Sources) -> None:
-    move(sources.tensors[:1], sources.into[:1])
+    runs = sources.runs
+    first = runs.sizes[0] if runs is not None and runs.sizes else 0
+    if runs is not None:
+        runs.copy(0, first)
+    else:
+        move(sources.tensors[:1], sources.into[:1])
     points.reach("slot.mid_copy", str(slot.step))
-    move(sources.tensors[1:], sources.into[1:])
-    for array, into in sources.arrays:
-        target = np.frombuffer(into.reshape(-1).view(torch.uint8).numpy(), dtype=array.dtype).reshape(
-            array.shape
-        )
-        np.copyto(target, array, casting="no")
+    if runs is not None:
+        runs.move(first)
+    else:
+        move(sources.tensors[1:], sources.into[1:])
+    for values, into in sources.arrays:
+        target = np.frombuffer(into.reshape(-1).view(torch.uint8).numpy(), dtype=values.dtype)
+        np.copyto(target.reshape(values.shape), values, casting="no")
     points.reach("slot.copied", str(slot.step))

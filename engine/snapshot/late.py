@@ -4,6 +4,7 @@ while forward and backward of the next step already run."""
 from __future__ import annotations
 
 import _thread
+import itertools
 import operator
 import threading
 from collections.abc import Callable, Sequence
@@ -12,13 +13,14 @@ import torch
 from everstep.errors import SaveFailed
 from everstep.memory.slots import WriteSlot
 
-from .moving import After
+from .moving import After, Runs
 
 PIECE_BYTES = 64 << 20
 """Between pieces of about this size the thread looks whether it was cancelled."""
 
 
 _version_of = operator.attrgetter("_version")
+_nbytes_of = operator.attrgetter("nbytes")
 
 
 class LateCopyTimeout(SaveFailed, TimeoutError):
@@ -35,12 +37,20 @@ class _Copying:
     """
 
     def __init__(
-        self, slot: WriteSlot, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor], after: After
+        self,
+        slot: WriteSlot,
+        sources: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor],
+        after: After,
+        runs: Runs | None = None,
     ) -> None:
         self._slot = slot  # held, so that it is not given to another snapshot while the thread writes
         self._sources = list(sources)
         self._into = list(into)
         self._after = after
+        self._runs = runs
+        # A tensor may be given other memory meanwhile.
+        self._memory = [] if runs is None else list(map(torch.Tensor.untyped_storage, self._sources))
         self._queued = threading.Event()
         self._cancelled = False
         self._error: BaseException | None = None
@@ -62,14 +72,15 @@ class _Copying:
             raise LateCopyTimeout(f"a late copy was not done within {timeout_s:g} s", timeout_s=timeout_s)
 
     def _drop(self) -> None:
-        self._sources, self._into = [], []
+        self._sources, self._into, self._memory, self._runs = [], [], [], None
 
     def _run(self) -> None:
         try:
-            for start, end in _pieces(self._sources):
+            copy = self._copy if self._runs is None else self._copy_runs(self._runs)
+            for start, end in _pieces(list(map(_nbytes_of, self._sources))):
                 if self._cancelled:
                     return
-                self._after.move(self._sources[start:end], self._into[start:end])
+                copy(start, end)
             self._after.mark()
             self._queued.set()
             self._after.finish()
@@ -79,6 +90,22 @@ class _Copying:
         finally:
             self._queued.set()
             self._ended.set()
+
+    def _copy(self, start: int, end: int) -> None:
+        self._after.move(self._sources[start:end], self._into[start:end])
+
+    def _copy_runs(self, runs: Runs) -> Callable[[int, int], None]:
+        begins = [0, *itertools.accumulate(runs.sizes)]
+
+        def copy(start: int, end: int) -> None:
+            for memory, at, size in zip(
+                self._memory[start:end], runs.sources[start:end], runs.sizes[start:end], strict=True
+            ):
+                if not 0 <= at - memory.data_ptr() <= memory.nbytes() - size:
+                    raise SaveFailed("memory of a tensor was given back while it was copied")
+            runs.copy(begins[start], begins[end])
+
+        return copy
 
     def _copied(self) -> None:
         """All bytes are in the slot."""
@@ -97,14 +124,17 @@ class LateCopy(_Copying):
         names: Callable[[], Sequence[str]],
         sources: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor],
+        runs: Runs | None = None,
+        versions: list[int] | None = None,
     ) -> None:
-        """``names`` gives those of ``sources``, in their order; asked for only when one has moved."""
+        """``names`` gives those of ``sources``, in their order; asked for only when one has moved. ``runs``: the same
+        as runs of host memory, if all are. ``versions``: of all, as of now, if they were looked at already."""
         self._names = names
-        self._versions = list(map(_version_of, sources))
+        self._versions = versions_of(sources) if versions is None else versions
         self._moved: list[str] | None = None
         self.held = False
         """Whether :meth:`hold` let the sources go."""
-        super().__init__(slot, sources, into, After(sources))
+        super().__init__(slot, sources, into, After(sources if runs is None else ()), runs)
 
     def hold(self, timeout_s: float) -> bool:
         """Whether the sources may be changed by what the devices' current streams are given from now on: these wait
@@ -142,7 +172,7 @@ class LateCopy(_Copying):
         return list(self._moved)
 
     def _look(self) -> list[str]:
-        versions = list(map(_version_of, self._sources))
+        versions = versions_of(self._sources)
         if versions == self._versions:
             return []
         rows = zip(self._names(), self._versions, versions, strict=True)
@@ -176,14 +206,19 @@ class Drain(_Copying):
         self._slot.publish(self._layout_hash)
 
 
-def _pieces(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often each was changed. RuntimeError if one was made for inference."""
+    return list(map(_version_of, tensors))
+
+
+def _pieces(sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Index ranges of about PIECE_BYTES each."""
     found, start, nbytes = [], 0, 0
-    for index, tensor in enumerate(tensors):
-        nbytes += tensor.numel() * tensor.element_size()
+    for index, size in enumerate(sizes):
+        nbytes += size
         if nbytes >= PIECE_BYTES:
             found.append((start, index + 1))
             start, nbytes = index + 1, 0
-    if start < len(tensors):
-        found.append((start, len(tensors)))
+    if start < len(sizes):
+        found.append((start, len(sizes)))
     return found

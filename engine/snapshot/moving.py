@@ -16,12 +16,13 @@ import itertools
 import operator
 import re
 import threading
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from everstep.memory.copying import COMPILED, copy_each
+from everstep.memory.copying import COMPILED, Words, copy_range
 
 BATCH_BYTES = 16 << 20
 """What a thread takes at a time: large enough that asking for more costs nothing (also where another thread
@@ -33,8 +34,6 @@ THREADS_MAX = 16
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """(source, destination)."""
-Rows = list[tuple[int, int, int]]
-"""(address of the destination, address of the source, bytes)."""
 
 B = TypeVar("B")
 
@@ -43,6 +42,30 @@ _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _dtype_of = operator.attrgetter("dtype")
 _is_cpu = operator.attrgetter("is_cpu")
 _nbytes_of = operator.attrgetter("nbytes")
+
+
+class Runs:
+    """Runs of bytes in host memory, by address, and where each goes. Only where ``COMPILED``. Whoever makes it knows
+    that they are right, and keeps the memory."""
+
+    def __init__(self, into: Words, sources: Words, sizes: Words) -> None:
+        """``sizes`` in bytes, as many as addresses."""
+        self.into, self.sources, self.sizes = into, sources, sizes
+        self.nbytes = sum(sizes)
+
+    def copy(self, begin: int, end: int) -> None:
+        """Bytes of all runs, as if they lay one behind the other, by the calling thread. The interpreter lock is not
+        held."""
+        copy_range(self.into, self.sources, self.sizes, begin, end)
+
+    def move(self, begin: int = 0, threads: int | None = None) -> None:
+        """Copy all from byte ``begin`` on; ``threads`` as in :func:`move`."""
+        ranges = [(at, at + BATCH_BYTES) for at in range(begin, self.nbytes, BATCH_BYTES)]
+        _share(
+            ranges,
+            lambda some: self.copy(*some),
+            min(threads or torch.get_num_threads(), THREADS_MAX, len(ranges)),
+        )
 
 
 def move(
@@ -87,9 +110,8 @@ def _move_rows(
             are = [_plain([source], [to]) for source, to in zip(sources, into, strict=True)]
             left = [list(itertools.compress(some, map(operator.not_, are))) for some in (sources, into)]
             sources, into = (list(itertools.compress(some, are)) for some in (sources, into))
-        addresses = [map(torch.Tensor.data_ptr, some) for some in (into, sources)]
-        batches = list(_row_batches(list(zip(*addresses, map(_nbytes_of, into), strict=True))))
-    _share(batches, copy_each, min(threads or torch.get_num_threads(), THREADS_MAX, len(batches)))
+        addresses = [array("Q", list(map(torch.Tensor.data_ptr, some))) for some in (into, sources)]
+        Runs(*addresses, array("Q", list(map(_nbytes_of, into)))).move(threads=threads)
     return left[0], left[1]
 
 
@@ -107,24 +129,6 @@ def _plain(sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> boo
         and not any(map(tensor.is_conj, sources))
         and not any(map(tensor._is_zerotensor, sources))
     )
-
-
-def _row_batches(rows: Rows) -> Iterator[Rows]:
-    batch: Rows = []
-    nbytes = 0
-    for row in rows:
-        to, source, size = row
-        if size > BATCH_BYTES:
-            for at in range(0, size, BATCH_BYTES):
-                yield [(to + at, source + at, min(BATCH_BYTES, size - at))]
-            continue
-        batch.append(row)
-        nbytes += size
-        if nbytes >= BATCH_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch
 
 
 def devices(tensors: Sequence[torch.Tensor]) -> set[torch.device]:

@@ -17,6 +17,7 @@ import torch
 from . import objects
 from .chunks import ChunkOptimizers, Chunks, two_of_one_name
 from .optim import named_content, united_content
+from .steady import Looker, Steady
 
 if TYPE_CHECKING:
     from .trainstate import TrainState
@@ -64,9 +65,12 @@ def _first_names(
 class Asker:
     """Asks objects for their state during one save: torch optimizers by the names of their parameters."""
 
-    def __init__(self, state: TrainState) -> None:
+    def __init__(self, state: TrainState, steady: Steady | None = None) -> None:
+        """``steady``: what is known of the state's modules and optimizers from former times."""
         self._state = state
         self._names: dict[int, str] | None = None
+        modules = ((part, path, objects.unwrap(module)) for part, path, module in state.modules())
+        self.looker = Looker(steady, modules) if steady is not None else None
 
     @property
     def names(self) -> dict[int, str]:
@@ -74,6 +78,15 @@ class Asker:
         if self._names is None:
             self._names = parameter_names(self._state)
         return self._names
+
+    def of_part(self, part: str, value: Any) -> Any:
+        """The state of ``value``, which is all of ``part``: as :meth:`__call__` gives it, or that it is the same."""
+        looker = self.looker
+        if looker is not None and isinstance(objects.unwrap(value), torch.nn.Module):
+            return looker.module(part, lambda: self(value, part))
+        if looker is not None and isinstance(value, torch.optim.Optimizer):
+            return looker.optimizer(part, value, lambda: self(value, part))
+        return self(value, part)
 
     def __call__(self, value: Any, where: str) -> Any:
         """As :func:`objects.state_of`."""

@@ -15,7 +15,7 @@ import operator
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -29,6 +29,8 @@ LEVELS_MAX = 3
 
 MISSES_MAX = 4
 """Times in a row that a place has to be walked after all: numbers among its tensors may change at every step."""
+
+T = TypeVar("T")
 
 Place = tuple[str, str]
 """(part, key text)."""
@@ -127,19 +129,25 @@ class Recipe:
     def fits(self, found: Found, base: int) -> bool:
         """Whether a walk of ``found``, as the leaves from ``base`` on, would make of it what it made last time, but
         for scopes."""
-        tensors = found.tensors
         return (
             base == self.base
             and found.keys == self.keys
             and _are_text(itertools.compress(found.keys, map(operator.is_not, found.keys, self.keys)))
             and found.kinds == self.kinds
             and found.counts == self.counts
-            and all(map(operator.is_, map(_dtype_of, tensors), self.dtypes))
+            and self.fits_tensors(found)
+            and atoms_of(found.atoms) == self.atoms
+        )
+
+    def fits_tensors(self, found: Found, *, flags: bool = True) -> bool:
+        """Whether the tensors, as many, are such and tied as they were; ``flags``: for autograd, too."""
+        tensors = found.tensors
+        return (
+            all(map(operator.is_, map(_dtype_of, tensors), self.dtypes))
             and _same_shapes(tensors, self.shapes)
-            and flags_of(tensors) == self.flags
+            and (not flags or flags_of(tensors) == self.flags)
             and not (self.complex and any(map(_is_conjugate, tensors)))
             and self._is_tied_alike(found)
-            and atoms_of(found.atoms) == self.atoms
         )
 
     def _is_tied_alike(self, found: Found) -> bool:
@@ -147,13 +155,9 @@ class Recipe:
             return len(set(found.addresses)) == len(found.addresses)
         return self.tied == places_of(found)
 
-    def leaves(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of ``tensors`` that are leaves, in their order."""
-        return tensors if self.firsts is None else [tensors[first] for first in self.firsts]
-
-    def where(self, addresses: list[int]) -> Mapping[int, int | list[int]]:
-        """By address the leaf, or leaves, that begin there."""
-        return self.at or dict(zip(addresses, itertools.count(self.base), strict=False))
+    def leaves(self, some: list[T]) -> list[T]:
+        """Those of ``some``, one of each tensor, that are of leaves, in their order."""
+        return some if self.firsts is None else [some[first] for first in self.firsts]
 
 
 class Recipes:
@@ -178,6 +182,11 @@ class Recipes:
     def find(self, place: Place) -> Recipe | None:
         known = self._known.get(place)
         return known[0] if known is not None else None
+
+    def used(self, place: Place) -> Recipe | None:
+        """That of ``place`` in the flattening that was begun last."""
+        used = self._used.get(place)
+        return used[0] if used is not None else None
 
     def use(self, place: Place, recipe: Recipe) -> None:
         """``recipe`` is that of ``place``, an old one or a new one."""

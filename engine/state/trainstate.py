@@ -15,10 +15,10 @@ from . import objects
 from .chunks import ChunkOptimizers, Chunks, as_chunk_optimizers, as_chunks, kind_of
 from .grads import Gradients
 from .names import Asker
-from .recipes import Recipes
 from .registry import ObjectState, type_name
 from .rng import RandomState
 from .sharded import local_of
+from .steady import Steady
 from .tree import FlatState, Leaf, flatten
 
 BARE_PART = "bare_value"
@@ -170,20 +170,27 @@ class TrainState:
         found: dict[str, Any] = {}
         for part, value in self.live_parts().items():
             if objects.is_stateful(value) and not isinstance(value, torch.Tensor):
-                found[part] = ObjectState(type_name(kind_of(value)), ask(value, part))
+                found[part] = ObjectState(type_name(kind_of(value)), ask.of_part(part, value))
             else:
                 found[part] = value
         self._position = _position(found.get("loader"))
         return found
 
-    def flatten(self, recipes: Recipes | None = None) -> FlatState:
+    def flatten(self, recipes: Steady | None = None) -> FlatState:
         """Leaves and state image of all parts, asked now; faster with the ``recipes`` of former times."""
-        ask = Asker(self)
+        ask = Asker(self, recipes)
         parts = self._ask(ask)
         shared = bool(
             self.replicated or self._global_addresses or self._global_state or self._first_addresses
         )
-        return flatten(parts, scope=self.scope if shared else None, ask=ask, recipes=recipes)
+        looker = ask.looker
+        noted = looker.to_note() if looker is not None else None
+        flat = flatten(parts, scope=self.scope if shared else None, ask=ask, recipes=recipes, noted=noted)
+        if looker is not None:
+            looker.learn(noted or {}, lambda: ask.names)
+            if any(part not in looker.known for part, _, _ in self._find(torch.optim.Optimizer)):
+                flat.by = ()
+        return flat
 
     def pieces(self) -> list[torch.Tensor]:
         """The plain tensors with what this rank holds, asked now."""

@@ -25,6 +25,7 @@ from .meshes import spread
 from .recipes import Recipe, Recipes
 from .registry import ObjectState, type_name
 from .sharded import Held, Shards
+from .steady import Again, Made, Said
 from .tensors import DTYPE_NAMES, DTYPES, resolve
 from .wire import DEPTH_MAX, PARAMETER, REQUIRES_GRAD, Node, Tag
 
@@ -110,6 +111,11 @@ class FlatState:
     state: bytes
     sharded: list[int] = field(default_factory=list)
     known: list[tuple[str, Recipe]] = field(default_factory=list)
+    addresses: list[int] | None = None
+    """Where the leaves lie, if all were made by recipes: then they are tensors with memory of their own, of the dtypes
+    and shapes that the leaves say, without bits to resolve."""
+    by: tuple[Recipe, ...] = ()
+    """The recipes of all leaves, where it was known what all modules and optimizers would say."""
 
     def signature(self) -> list[tuple[Any, ...]]:
         """What the layout depends on: two states of equal signatures have the same layout."""
@@ -138,15 +144,17 @@ def flatten(
     scope: ScopeOf | None = None,
     ask: AskOf = objects.state_of,
     recipes: Recipes | None = None,
+    noted: dict[str, Made | None] | None = None,
 ) -> FlatState:
     """Leaves and state image of ``parts``. Objects with ``state_dict()`` are asked now, by ``ask``. ``recipes``: those
-    of former flattenings of the same state, which make this one faster, and nothing else.
+    of former flattenings of the same state, which make this one faster, and nothing else. ``noted`` gets what was made
+    of the parts that it has.
 
     Raises UnsupportedValue, with the path, for anything that cannot be stored.
     """
     if recipes is not None:
         recipes.begin()
-    encoder = TreeEncoder(scope, ask, recipes)
+    encoder = TreeEncoder(scope, ask, recipes, noted)
     # The walk makes many small containers and no cycles: the collector would scan the whole heap, several
     # times, in the middle of a training step, and find nothing.
     collecting = gc.isenabled()
@@ -162,7 +170,14 @@ def flatten(
     values = [(leaf.tensor, leaf.held, index in encoder.promised) for index, leaf in some]
     for (_, leaf), held in zip(some, spread(values), strict=True):
         leaf.held = held
-    return FlatState(leaves, state, encoder.sharded, encoder.known)
+    return FlatState(
+        leaves,
+        state,
+        encoder.sharded,
+        encoder.known,
+        encoder.addresses if len(encoder.addresses) == len(leaves) else None,
+        tuple(recipe for _, recipe in encoder.known) if encoder.agains == len(leaves) else (),
+    )
 
 
 def _described(leaf: Leaf) -> tuple[Any, ...]:
@@ -183,13 +198,27 @@ class TreeEncoder(Encoder):
     """An encoder that knows torch and numpy, and collects leaves."""
 
     leaf_types: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter})
-    handlers: ClassVar[dict[type, Handler]] = {**HANDLERS, **foreign.HANDLERS}
+    handlers: ClassVar[dict[type, Handler]] = {
+        **HANDLERS,
+        **foreign.HANDLERS,
+        Again: lambda encoder, value, text, path: encoder.again(value, text, path),  # type: ignore[attr-defined]
+        Said: lambda encoder, value, text, path: encoder.said(value, text, path),  # type: ignore[attr-defined]
+    }
 
     def __init__(
-        self, scope: ScopeOf | None, ask: AskOf = objects.state_of, recipes: Recipes | None = None
+        self,
+        scope: ScopeOf | None,
+        ask: AskOf = objects.state_of,
+        recipes: Recipes | None = None,
+        noted: dict[str, Made | None] | None = None,
     ) -> None:
         super().__init__()
         self._recipes = recipes
+        self._noted = noted or {}
+        self.addresses: list[int] = []
+        """Of the leaves that were made by recipes."""
+        self.agains = 0
+        """Leaves of what was known without a walk."""
         self.known: list[tuple[str, Recipe]] = []
         self.leaves: list[Leaf] = []
         self._scope = scope
@@ -240,10 +269,35 @@ class TreeEncoder(Encoder):
             return False
         self._ordinals.update(zip(map(id, found.inner), itertools.count(len(self._ordinals)), strict=False))
         self._alive += found.inner
-        self._at.update(recipe.where(found.addresses))
+        self._at.update(recipe.at or zip(found.addresses, itertools.count(recipe.base)))
+        self.addresses += recipe.leaves(found.addresses)
         rows = (recipe.texts, tensors, recipe.scopes, recipe.names, recipe.lengths, recipe.boxes)
         self.leaves += map(Leaf, itertools.repeat(self.part), *rows)
         return True
+
+    def again(self, value: Again, text: str, path: Path) -> Node:
+        """What is known to be as it was; walked after all where something before it is not."""
+        recipe, found, number = value.recipe, value.found, len(self._ordinals)
+        if len(self.leaves) == recipe.base and number == value.before and self._is_new(found):
+            self._made_on_the_fly(1)
+            if self._follow(recipe, found):
+                self._made_on_the_fly(value.containers)
+                if self._recipes is not None:
+                    self._recipes.use((self.part, text), recipe)
+                self.known.append((self.part, recipe))
+                self.agains += len(recipe.texts)
+                return value.node
+            del self._ordinals[~number]
+        return self.node(value.content(), text, path)
+
+    def said(self, value: Said, text: str, path: Path) -> Node:
+        self._made_on_the_fly(value.containers)
+        return value.node
+
+    def _made_on_the_fly(self, count: int) -> None:
+        """Containers that nobody else can have, under numbers that are no ids."""
+        number = len(self._ordinals)
+        self._ordinals.update({~one: one for one in range(number, number + count)})
 
     def leaf(self, value: torch.Tensor, text: str, path: Path, key: Any) -> Node:
         dtype = DTYPE_NAMES.get(value.dtype)
@@ -355,7 +409,13 @@ class TreeEncoder(Encoder):
         if node is not None:
             return node
         if isinstance(value, ObjectState):
-            return [Tag.STATE.value, value.type_name, self.node(value.value, text, path)]
+            number, base = len(self._ordinals), len(self.leaves)
+            node = self.node(value.value, text, path)
+            if not text and self.part in self._noted:
+                node = msgspec.Raw(msgspec.msgpack.encode(node))
+                leaves, containers = len(self.leaves) - base, len(self._ordinals) - number
+                self._noted[self.part] = Made(node, base, leaves, number, containers)
+            return [Tag.STATE.value, value.type_name, node]
         if objects.is_stateful(value):
             content = self._ask(value, self.where(text))
             # Kept until the end, so that ids and addresses of what it made are not given away.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import random
+from array import array
 
 import pytest
 import xxhash
@@ -48,18 +49,33 @@ def test_another_size_is_refused(nbytes: int) -> None:
 def test_many_at_once() -> None:
     sources = [bytes([n % 251]) * n for n in SIZES]
     targets = [ctypes.create_string_buffer(n + 1) for n in SIZES]
-    rows = [
-        (ctypes.addressof(target), ctypes.cast(source, ctypes.c_void_p).value or 0, len(source))
-        for target, source in zip(targets, sources, strict=True)
-    ]
-    copying.copy_each(rows)
+    froms = array("Q", [ctypes.cast(source, ctypes.c_void_p).value or 0 for source in sources])
+    sizes = array("Q", SIZES)
+    intos = array("Q", map(ctypes.addressof, targets))
+    begin = 0
+    while begin < sum(SIZES):  # in ranges that end anywhere
+        end = begin + 1 + begin % 9973
+        copying.copy_range(intos, froms, sizes, begin, end)
+        begin = end
     assert [target.raw for target in targets] == [source + b"\0" for source in sources]
 
 
 @compiled
+def test_a_range_touches_nothing_else() -> None:
+    sources = [bytes([65 + n]) * 10 for n in range(5)]
+    targets = [ctypes.create_string_buffer(b"." * 10, 10) for _ in sources]
+    froms = array("Q", [ctypes.cast(source, ctypes.c_void_p).value or 0 for source in sources])
+    copying.copy_range(array("Q", map(ctypes.addressof, targets)), froms, array("Q", [10] * 5), 13, 32)
+    assert b"".join(target.raw for target in targets) == b"." * 13 + b"B" * 7 + b"C" * 10 + b"DD" + b"." * 18
+
+
+@compiled
 def test_what_is_no_address_is_refused() -> None:
+    one = array("Q", [1])
     with pytest.raises(TypeError):
-        copying.copy_each([("here", 0, 1)])  # type: ignore[list-item]
+        copying.copy_range(["here"], one, one, 0, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="as many targets"):
+        copying.copy_range(one, one, array("Q", [1, 2]), 0, 1)
 
 
 @compiled

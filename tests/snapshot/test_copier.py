@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -273,7 +273,7 @@ def test_an_error_in_a_copying_thread_is_raised(monkeypatch: pytest.MonkeyPatch,
         raise RuntimeError("bus error")
 
     monkeypatch.setattr(moving, "COMPILED", compiled)
-    monkeypatch.setattr(moving, "copy_each" if compiled else "_copy_pairs", fail)
+    monkeypatch.setattr(moving, "copy_range" if compiled else "_copy_pairs", fail)
     with pytest.raises(RuntimeError, match="bus error"):
         moving.move([torch.zeros(1 << 23)], [torch.zeros(1 << 23)], threads=2)
 
@@ -307,3 +307,33 @@ def test_points_are_reached(arena_for: ArenaFor) -> None:
         "slot.publish.locked",
         "slot.publish.after",
     ]
+
+
+@pytest.mark.parametrize("late", [[], [0, 2], range(6)])
+def test_addresses_change_nothing_but_how_it_is_copied(arena_for: ArenaFor, late: Sequence[int]) -> None:
+    """One that is not a run of bytes, or made for inference, is copied too."""
+    with torch.inference_mode():
+        still = torch.randn(300)
+    parts = {
+        "model": {
+            "w": torch.nn.Parameter(torch.randn(70, 90)),
+            "turned": torch.randn(40, 30).t(),
+            "half": torch.randn(9, 5).bfloat16(),
+            "still": still,
+        },
+        "more": {"n": torch.tensor(3), "flags": torch.rand(33) > 0.5},
+    }
+    for wanted in (parts, {**parts, "model": {**parts["model"], "turned": torch.randn(30, 40)}}):
+        plan = plan_of(wanted)
+        arena, copier, leaves = arena_for(plan), Copier(), leaves_of(wanted)
+        for step in range(1, 5):
+            slot = arena.begin(1, step, complete=(1, step - 1))
+            assert slot is not None
+            addresses = [leaf.data_ptr() for leaf in leaves]
+            begun = copier.copy(
+                slot, plan, leaves, state=b"state", meta=b"meta", late=late, addresses=addresses
+            )
+            assert begun is None or begun.wait(10) == []
+            slot.publish(plan.layout_hash)
+            assert stored(arena, plan, step) == [logical_bytes(leaf) for leaf in leaves]
+            leaves[0].data.add_(1)

@@ -18,7 +18,7 @@ from everstep.memory.slots import WriteSlot
 from everstep.snapshot import late as late_module
 from everstep.snapshot.copier import Copier
 from everstep.snapshot.late import LateCopy, LateCopyTimeout
-from everstep.snapshot.moving import After
+from everstep.snapshot.moving import COMPILED, After, Runs
 
 from .plans import plan_of
 
@@ -196,3 +196,97 @@ def test_beside_a_training_step(arena_for: ArenaFor) -> None:
             data = pinned.view("image:model")
             for entry, was in zip(plan.layout.entries, before, strict=True):
                 assert bytes(data[entry.offset : entry.offset + entry.nbytes]) == was.numpy().tobytes()
+
+
+def by_address(
+    arena_for: ArenaFor, tensors: dict[str, torch.Tensor], late: Any
+) -> tuple[Arena, WriteSlot, LateCopy]:
+    """As :func:`begin`, of tensors that are known to be as the layout says."""
+    plan = plan_of({"model": tensors})
+    arena = arena_for(plan)
+    slot = arena.begin(1, 1, complete=None)
+    assert slot is not None
+    leaves = list(tensors.values())
+    started = Copier().copy(
+        slot,
+        plan,
+        leaves,
+        state=b"s",
+        meta=b"m",
+        late=late,
+        addresses=[leaf.data_ptr() for leaf in leaves],
+    )
+    assert started is not None
+    return arena, slot, started
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Holds up copies of runs that are late."""
+    gate, caller, real = Gate(), threading.get_ident(), Runs.copy
+
+    def copy(self: Runs, begin: int, end: int) -> None:
+        if threading.get_ident() != caller:
+            gate.reached.set()
+            gate.open.wait(30)
+        real(self, begin, end)
+
+    monkeypatch.setattr(Runs, "copy", copy)
+    monkeypatch.setattr(late_module, "PIECE_BYTES", 100_000)
+    yield gate
+    gate.open.set()
+
+
+compiled = pytest.mark.skipif(not COMPILED, reason="there was no compiler")
+
+
+@compiled
+@pytest.mark.parametrize("late", [[0, 1, 2], [1, 2]])
+def test_a_tensor_that_gets_other_memory_meanwhile_is_copied_as_it_was(
+    arena_for: ArenaFor, held: Gate, late: list[int]
+) -> None:
+    tensors = {name: torch.nn.Parameter(torch.full((50_000,), float(n))) for n, name in enumerate("abc")}
+    arena, slot, started = by_address(arena_for, dict(tensors), late)
+    assert held.reached.wait(10)
+    for tensor in tensors.values():
+        tensor.data = torch.full((50_000,), 9.0)
+    gc.collect()
+    held.open.set()
+    assert started.wait(10) == []
+    slot.publish("x")
+    expected = torch.arange(3.0).repeat_interleave(50_000)
+    assert image(arena)[4096:] == expected.numpy().tobytes()
+
+
+@compiled
+def test_memory_that_is_given_back_meanwhile_is_not_read(arena_for: ArenaFor, held: Gate) -> None:
+    a, b = torch.ones(50_000), torch.ones(50_000)
+    _, slot, started = by_address(arena_for, {"a": a, "b": b}, [0, 1])
+    assert held.reached.wait(10)
+    b.untyped_storage().resize_(0)
+    held.open.set()
+    with pytest.raises(SaveFailed, match="given back"):
+        started.wait(10)
+    slot.abandon()
+
+
+@compiled
+def test_runs_that_moved_are_named(arena_for: ArenaFor, held: Gate) -> None:
+    a, b = torch.ones(50_000), torch.ones(50_000)
+    _, slot, started = by_address(arena_for, {"a": a, "b": b}, [0, 1])
+    b.add_(1)
+    held.open.set()
+    assert started.wait(10) == ["model/b"]
+    slot.abandon()
+
+
+@compiled
+def test_runs_let_go_of_their_tensors(arena_for: ArenaFor) -> None:
+    tensors = {name: torch.ones(50_000) for name in "ab"}
+    alive = [weakref.ref(tensor) for tensor in tensors.values()]
+    _, slot, started = by_address(arena_for, tensors, [0, 1])
+    assert started.wait(10) == []
+    tensors.clear()
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+    slot.abandon()

@@ -12,6 +12,7 @@ import torch
 from everstep.errors import UnsupportedValue
 from everstep.state import recipes
 from everstep.state.recipes import MISSES_MAX, Recipes
+from everstep.state.steady import Steady
 from everstep.state.trainstate import TrainState
 from everstep.state.tree import FlatState, flatten
 from hypothesis import HealthCheck, given, settings
@@ -238,7 +239,7 @@ def test_a_change_of_scope_is_seen() -> None:
     optimizer = torch.optim.Adam(layers.parameters())
     sum(layer(torch.ones(2)).sum() for layer in layers).backward()  # type: ignore[union-attr]
     optimizer.step()
-    state, known = TrainState(layers, optimizer, rng=False), Recipes()
+    state, known = TrainState(layers, optimizer, rng=False), Steady()
     same(state.flatten(known), state.flatten())
     for replicated in ({"model"}, {"model", "optimizer"}, {"optimizer"}, set()):
         state.replicated = frozenset(replicated)
@@ -270,7 +271,7 @@ def test_late_tensors_are_those_of_the_optimizer() -> None:
         x = layer(x)
     x.sum().backward()
     optimizer.step()
-    state, known = TrainState(layers, optimizer, rng=False, copy=torch.ones(3)), Recipes()
+    state, known = TrainState(layers, optimizer, rng=False, copy=torch.ones(3)), Steady()
     for _ in range(2):
         flat = state.flatten(known)
         late = {flat.leaves[index].key for index in state.late_tensors(flat.leaves)}
