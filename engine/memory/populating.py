@@ -1,0 +1,100 @@
+"""Giving an arena its memory beside what its process does: the first slot's first, and not while one is written."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from .header import Fixed
+from .mapping import HUGE_BYTES, Mapping
+from .room import BLOCK_BYTES, reserve
+
+PIECE_BYTES = 16 << 20
+"""Given at once, in some 20 ms: a snapshot that is begun meanwhile shares processors and memory so long."""
+POLL_S = 0.002
+YIELD_S = 1.0
+"""Longest pause before a piece, for snapshots that take their time (copies behind a step)."""
+
+
+class Populating:
+    """What gives the file behind ``fd``, mapped as ``pages``, its memory. ``writing`` says whether a slot is being
+    written now. One thread at a time starts and ends it; any may wait."""
+
+    def __init__(
+        self, fd: int, path: Path | None, fixed: Fixed, pages: Mapping, writing: Callable[[], bool]
+    ) -> None:
+        self._fd, self._path, self._fixed, self._pages, self._writing = fd, path, fixed, pages, writing
+        self._thread: threading.Thread | None = None
+        self._reserved, self._first, self._stop = threading.Event(), threading.Event(), threading.Event()
+        self._reserved.set()
+        self._no_room: BaseException | None = None
+
+    def start(self, *, reserving: bool) -> None:
+        """Begin, on a thread; with ``reserving``, a file that has not all its memory gets that first."""
+        behind = reserving and os.fstat(self._fd).st_blocks * BLOCK_BYTES < self._fixed.nbytes
+        if behind:
+            self._reserved.clear()
+        target = self._reserve_and_populate if behind else self._populate
+        self._thread = threading.Thread(target=target, name="everstep-populate", daemon=True)
+        self._thread.start()
+
+    def await_reserved(self) -> None:
+        """Until all memory is reserved. MemoryTooSmall where others took it meanwhile."""
+        self._reserved.wait()
+        if self._no_room is not None:
+            raise self._no_room
+
+    def await_first_slot(self, within_s: float) -> None:
+        """Until the first slot has its memory, or ``within_s`` seconds have passed."""
+        if self._thread is not None:
+            self._first.wait(within_s)
+
+    def stop(self) -> None:
+        """Reserve no more."""
+        self._stop.set()
+
+    def await_stopped(self) -> None:
+        """Until the file is not used any more (after :meth:`stop`)."""
+        self._reserved.wait()
+
+    def join(self) -> None:
+        """Until the thread has ended, which it soon does once the mapping was closed."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def forget(self) -> None:
+        """In a forked child, where nobody reserves."""
+        self._reserved = threading.Event()
+        self._reserved.set()
+
+    def _reserve_and_populate(self) -> None:
+        try:
+            reserve(self._fd, self._fixed.nbytes, self._path and self._path.parent, self._stop)
+        except BaseException as error:
+            self._no_room = error
+            self._first.set()
+            return
+        finally:
+            self._reserved.set()
+        self._populate()
+
+    def _populate(self) -> None:
+        first = -(-self._fixed.data_offset(1) // HUGE_BYTES) * HUGE_BYTES
+        try:
+            for begin in range(0, first, PIECE_BYTES):
+                self._give(begin, min(begin + PIECE_BYTES, first))
+        finally:
+            self._first.set()
+        for begin in range(first, self._fixed.nbytes, PIECE_BYTES):
+            self._give(begin, begin + PIECE_BYTES)
+
+    def _give(self, begin: int, end: int) -> None:
+        until = time.monotonic() + YIELD_S
+        while self._writing() and time.monotonic() < until:
+            if self._stop.wait(POLL_S):
+                return
+        if not self._stop.is_set():
+            self._pages.populate(begin, end)
