@@ -12,11 +12,11 @@ from .header import Fixed
 from .mapping import HUGE_BYTES, Mapping
 from .room import BLOCK_BYTES, reserve
 
-PIECE_BYTES = 16 << 20
-"""Given at once, in some 20 ms: a snapshot that is begun meanwhile shares processors and memory so long."""
+PIECE_BYTES = 4 << 20
+"""Given at once, in some 5 ms: a snapshot that is begun meanwhile shares processors and memory so long."""
 POLL_S = 0.002
 YIELD_S = 1.0
-"""Longest pause before a piece, for snapshots that take their time (copies behind a step)."""
+"""Longest pause for a snapshot: some take their time (copies behind a step)."""
 
 
 class Populating:
@@ -31,6 +31,8 @@ class Populating:
         self._reserved, self._first, self._stop = threading.Event(), threading.Event(), threading.Event()
         self._reserved.set()
         self._no_room: BaseException | None = None
+        self._waited = False
+        """Whether the snapshot that is being written has been waited for long enough."""
 
     def start(self, *, reserving: bool) -> None:
         """Begin, on a thread; with ``reserving``, a file that has not all its memory gets that first."""
@@ -93,8 +95,10 @@ class Populating:
 
     def _give(self, begin: int, end: int) -> None:
         until = time.monotonic() + YIELD_S
-        while self._writing() and time.monotonic() < until:
+        while (writing := self._writing()) and not self._waited:
             if self._stop.wait(POLL_S):
                 return
+            self._waited = time.monotonic() >= until
+        self._waited = writing
         if not self._stop.is_set():
             self._pages.populate(begin, end)

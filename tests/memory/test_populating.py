@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -66,7 +67,9 @@ def test_who_waits_for_the_first_slot_does_not_wait_for_the_others(
     end_of_first = probe._fixed.data_offset(1)
     giving = Giving(monkeypatch, stop_at=end_of_first)
     arena = make(populate="background", slot_bytes=SLOT_BYTES)
+    began = time.monotonic()
     arena.await_first_slot(SOON_S)
+    assert time.monotonic() - began < SOON_S
     assert giving.given[-1][1] is not None and giving.given[-1][1] >= end_of_first
     assert giving.stopped.wait(SOON_S) and giving.given[-1][0] < end_of_first, "the others have to wait"
     giving.may.set()
@@ -115,13 +118,16 @@ def test_a_slot_that_is_given_up_holds_nothing_up(
 def test_a_slot_that_is_written_for_long_is_not_waited_for(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(populating, "YIELD_S", 0.01)
+    monkeypatch.setattr(populating, "YIELD_S", 0.2)
     giving = Giving(monkeypatch)
     arena = make(populate="no", slot_bytes=SLOT_BYTES)
     slot = begin(arena, 1)
+    began = time.monotonic()
     arena.populate("background")
-    arena._populating._thread.join(SOON_S)  # type: ignore[union-attr]
+    joined(arena)
+    took = time.monotonic() - began
     assert giving.given and slot.open
+    assert 0.2 <= took < 0.2 * len(giving.given), "once, not before each piece"
 
 
 def test_closing_does_not_wait_for_a_slot_that_is_written(
