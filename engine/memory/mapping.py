@@ -53,7 +53,7 @@ class Mapping:
     """``nbytes`` of the file behind ``fd``, mapped shared and writable at ``address``.
 
     The pages are unmapped when the last buffer taken from :attr:`view` (memoryview, tensor) is gone, so no
-    view can ever dangle. Any thread may use it; :meth:`populate` is one thread's.
+    view can ever dangle. Any thread may use it.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:

@@ -31,6 +31,10 @@ class Populating:
         self._reserved, self._first, self._stop = threading.Event(), threading.Event(), threading.Event()
         self._reserved.set()
         self._no_room: BaseException | None = None
+        self._first_end = -(-fixed.data_offset(1) // HUGE_BYTES) * HUGE_BYTES
+        self._first_begun, self._taking = threading.Event(), threading.Lock()
+        self._of_first = iter(range(0))
+        """Where pieces of the first slot begin that nobody has taken. Guarded by ``_taking``."""
         self._waited = False
         """Whether the snapshot that is being written has been waited for long enough."""
 
@@ -50,9 +54,13 @@ class Populating:
             raise self._no_room
 
     def await_first_slot(self, within_s: float) -> None:
-        """Until the first slot has its memory, or ``within_s`` seconds have passed."""
-        if self._thread is not None:
-            self._first.wait(within_s)
+        """Until the first slot has its memory, or ``within_s`` seconds have passed. Who waits helps."""
+        until = time.monotonic() + within_s
+        if self._thread is None or not self._first_begun.wait(within_s):
+            return
+        while time.monotonic() < until and self._give_next():
+            pass
+        self._first.wait(max(0.0, until - time.monotonic()))
 
     def stop(self) -> None:
         """Reserve no more."""
@@ -77,6 +85,7 @@ class Populating:
             reserve(self._fd, self._fixed.nbytes, self._path and self._path.parent, self._stop)
         except BaseException as error:
             self._no_room = error
+            self._first_begun.set()
             self._first.set()
             return
         finally:
@@ -84,14 +93,23 @@ class Populating:
         self._populate()
 
     def _populate(self) -> None:
-        first = -(-self._fixed.data_offset(1) // HUGE_BYTES) * HUGE_BYTES
+        self._of_first = iter(range(0, self._first_end, PIECE_BYTES))
+        self._first_begun.set()
         try:
-            for begin in range(0, first, PIECE_BYTES):
-                self._give(begin, min(begin + PIECE_BYTES, first))
+            while self._give_next():
+                pass
         finally:
             self._first.set()
-        for begin in range(first, self._fixed.nbytes, PIECE_BYTES):
+        for begin in range(self._first_end, self._fixed.nbytes, PIECE_BYTES):
             self._give(begin, begin + PIECE_BYTES)
+
+    def _give_next(self) -> bool:
+        """One more piece of the first slot; False where none is left."""
+        with self._taking:
+            begin = next(self._of_first, None)
+        if begin is not None:
+            self._give(begin, min(begin + PIECE_BYTES, self._first_end))
+        return begin is not None
 
     def _give(self, begin: int, end: int) -> None:
         until = time.monotonic() + YIELD_S

@@ -17,6 +17,7 @@ import pytest
 import torch
 from everstep.agent import places, spawn
 from everstep.errors import AgentError, MemoryTooSmall, UnsupportedValue
+from everstep.memory import populating
 from everstep.memory.arena import Arena
 from everstep.memory.mapping import Mapping
 from everstep.memory.process import Process
@@ -149,6 +150,7 @@ def test_a_load_that_finds_nothing_waits_for_the_first_slots_memory_and_a_restor
         awaited.set()
         wait(self, within_s)
 
+    monkeypatch.setattr(populating, "PIECE_BYTES", 64 << 20)  # one for the first slot, and one for the others
     monkeypatch.setattr(Mapping, "populate", populate_when_awaited)
     monkeypatch.setattr(Arena, "await_first_slot", await_first_slot)
     with opened(root, memory=everstep.Memory(bytes=4 << 20)) as ckpt:

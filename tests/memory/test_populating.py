@@ -79,9 +79,11 @@ def test_who_waits_for_the_first_slot_does_not_wait_for_the_others(
 
 def test_the_wait_for_the_first_slot_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     giving = Giving(monkeypatch, stop_at=0)
-    arena = make(populate="background", slot_bytes=SLOT_BYTES)
-    arena.await_first_slot(0.01)
-    assert giving.given == []
+    arena = make(populate="behind", slot_bytes=SLOT_BYTES)
+    waits = threading.Thread(target=arena.await_first_slot, args=(0.0,))
+    waits.start()
+    waits.join(SOON_S)
+    assert not waits.is_alive() and giving.given == []
     giving.may.set()
 
 
@@ -142,3 +144,23 @@ def test_closing_does_not_wait_for_a_slot_that_is_written(
     closing.start()
     closing.join(SOON_S)
     assert not closing.is_alive() and giving.given == [] and slot is not None
+
+
+def test_who_waits_for_the_first_slot_helps(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    giving = Giving(monkeypatch, stop_at=0)
+    threads: set[str] = set()
+    give = Mapping.populate
+
+    def populate(pages: Mapping, begin: int = 0, end: int | None = None) -> None:
+        threads.add(threading.current_thread().name)
+        if len(threads) == 2:
+            giving.may.set()
+        give(pages, begin, end)
+
+    monkeypatch.setattr(Mapping, "populate", populate)
+    arena = make(populate="background", slot_bytes=SLOT_BYTES)
+    arena.await_first_slot(SOON_S)
+    assert len(threads) == 2
+    joined(arena)
+    begins, ends = zip(*sorted(giving.given), strict=True)
+    assert begins[0] == 0 and begins[1:] == ends[:-1], "no gap, and nothing twice"
