@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Callable
 
 from .backends.api import Backend
 from .discovery import is_durable
 from .loading import Recovery
 from .ranks import Ranks
 from .state.trainstate import TrainState
+from .state.tree import FlatState
+
+Flat = Callable[[], FlatState]
+"""Gives a state as it is now."""
 
 IN_MEMORY = ("memory", "device")
 
@@ -16,12 +22,12 @@ IN_MEMORY = ("memory", "device")
 class Adopted:
     """``state`` as ``recovery`` restored it. Keeps the state alive, and the version counters of its tensors."""
 
-    def __init__(self, state: TrainState, recovery: Recovery) -> None:
+    def __init__(self, state: TrainState, recovery: Recovery, flat: Flat) -> None:
         self.state = state
         self.recovery = recovery
         self.in_memory_alone = recovery.tier in IN_MEMORY
         """As far as is known."""
-        self._versions = _versions(state) if self.in_memory_alone else []
+        self._versions = _versions(flat()) if self.in_memory_alone else []
 
     def is_owed(self, ranks: Ranks, backend: Backend, timeout_s: float) -> bool:
         """Whether it has still to be made durable, and the state is what was restored. All ranks call it and get the
@@ -36,7 +42,9 @@ class Adopted:
             self.in_memory_alone = False
             return False
         changed = ranks.agree(
-            "comparing with what was loaded", _versions(self.state) != self._versions, timeout_s=timeout_s
+            "comparing with what was loaded",
+            _versions(self.state.flatten()) != self._versions,
+            timeout_s=timeout_s,
         )
         if any(changed):
             warnings.warn(
@@ -48,9 +56,14 @@ class Adopted:
         return not any(changed)
 
 
-def _versions(state: TrainState) -> list[tuple[str, str, int]]:
+def flattened_once(state: TrainState) -> Flat:
+    """For several who look at the state while nobody changes it."""
+    return functools.cache(state.flatten)
+
+
+def _versions(flat: FlatState) -> list[tuple[str, str, int]]:
     found = []
-    for leaf in state.flatten().leaves:
+    for leaf in flat.leaves:
         for piece in leaf.pieces:
             found.append((leaf.part, leaf.key, 0 if piece.is_inference() else piece._version))
     return found

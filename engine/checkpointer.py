@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from . import opened
-from .adopted import Adopted
+from .adopted import Adopted, Flat, flattened_once
 from .agent.asking import loading
 from .agent.spawn import Standby
 from .agent.values import AgentSettings
@@ -171,6 +171,7 @@ class Checkpointer:
                 "load after the first step or save", hint="rollback() goes back in a running job."
             )
         trained = TrainState.of(state)
+        flat = flattened_once(trained)
         self._rollbacks.note(state)
         ranks, _ = self._meet()
         self._origin = Origin(fresh=self._origin.fresh)  # a load that fails leaves nothing to start from
@@ -182,12 +183,12 @@ class Checkpointer:
                 self._lookout = Lookout(self._backend, self._records)
                 self._lookout.begin()
             self.recovery = self._restore(trained, step, config_reason, self._held, mend)
-            self._adopted = Adopted(trained, self.recovery) if self.recovery is not None else None
+            self._adopted = Adopted(trained, self.recovery, flat) if self.recovery is not None else None
         self._origin = self._origin_of(self.recovery, config_reason)
         if self._memory is not None:  # else only flushes need room, and the first of them makes it
-            self._reserve(trained)
+            self._reserve(trained, flat)
             if self.recovery is None:  # a restart goes on at once, its memory is made ready behind it
-                self._meet()[1].await_populated()
+                self._meet()[1].await_first_slot()
         return self.recovery.step if self.recovery is not None else None
 
     def _restore(
@@ -251,7 +252,7 @@ class Checkpointer:
         )
         self._session, self.recovery = None, found
         self._origin = replace(self._origin_of(found, f"rollback: {reason}"), reason=reason)
-        self._adopted = Adopted(trained, found)
+        self._adopted = Adopted(trained, found, trained.flatten)
         self._begin(trained)
         if state is not None:
             self._rollbacks.note(state)
@@ -411,7 +412,7 @@ class Checkpointer:
             return kept_arenas(settings) if settings is not None else []
         return []
 
-    def _reserve(self, state: TrainState) -> None:
+    def _reserve(self, state: TrainState, flat: Flat) -> None:
         """Room for the slots, before the first step: too little is told here, by all ranks."""
         ranks, tier = self._meet()
         self._compare_nodes(ranks, tier)
@@ -422,17 +423,17 @@ class Checkpointer:
             if tier.reserved:
                 tier.await_reserved(held)
             else:
-                self._reserve_slots(state, ranks, tier, held)
+                self._reserve_slots(state, flat, ranks, tier, held)
             self._rollbacks.reserve(state, tier.arena)
 
         ranks.together("reserving memory", reserve, timeout_s=self._policy.rank_timeout_s)
 
     def _reserve_slots(
-        self, state: TrainState, ranks: Ranks, tier: MemoryTier, held: Sequence[Arena]
+        self, state: TrainState, flat: Flat, ranks: Ranks, tier: MemoryTier, held: Sequence[Arena]
     ) -> None:
         run, copies = find_run(self._backend), Copies.on(ranks.rank, self._nodes, self._holders)
         tier.reserve(
-            (self._memory and self._memory.bytes) or expected_slot_bytes(state, ranks.world, copies),
+            (self._memory and self._memory.bytes) or expected_slot_bytes(state, ranks.world, copies, flat()),
             chunk_bytes=run.chunk_bytes if run is not None else CHUNK_BYTES,
             adopted=self._origin.adopted,
             run_id=run.run_id if run is not None else "",
@@ -562,7 +563,7 @@ class Checkpointer:
         self, state: TrainState, ranks: Ranks, tier: MemoryTier, run: RunRecord, record: IncarnationRecord
     ) -> Session:
         """This rank's part in the incarnation ``record``."""
-        self._reserve(state)
+        self._reserve(state, state.flatten)
         timeout_s = self._policy.rank_timeout_s
         ranks.together("looking for the run", lambda: see_run(self._backend, run), timeout_s=timeout_s)
         here = self._nodes[ranks.rank]

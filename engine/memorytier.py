@@ -33,7 +33,7 @@ CLEAN_PAUSE_S_MAX = 60.0
 """Former ranks' arenas are looked for at most this often, and ever more seldom: it reads a directory and every header
 in it, while the trainer waits."""
 POPULATED_S = 20.0
-"""Bound of the wait for the slots' memory at the start of a new run."""
+"""Bound of the wait for the first slot's memory at the start of a new run."""
 
 SLOTS_BEHIND = 3
 """Slots of a guarded arena that hold no snapshot without protection: W's, one being flushed, and one to write into."""
@@ -147,9 +147,10 @@ class MemoryTier:
             self._arena = None
             self._arena = self._create(info.slot_bytes, info.chunk_bytes)
 
-    def await_populated(self) -> None:
-        """Until every slot has its memory, in this process's map; of large slots the last come behind training."""
-        self.arena.await_populated(POPULATED_S)
+    def await_first_slot(self) -> None:
+        """Until the slot of the first snapshot has its memory, in this process's map; the others get theirs behind
+        training."""
+        self.arena.await_first_slot(POPULATED_S)
 
     def open(self, *, run_id: str, incarnation: int, adopted: Key | None, world: int) -> None:
         """Own the arena for this incarnation. Raises RunInUse if a living process owns it."""

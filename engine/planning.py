@@ -141,11 +141,13 @@ class Copies:
 NO_COPIES = Copies(0, Owners(1))
 
 
-def expected_slot_bytes(state: TrainState, world: int, copies: Copies = NO_COPIES) -> int:
+def expected_slot_bytes(
+    state: TrainState, world: int, copies: Copies = NO_COPIES, flat: FlatState | None = None
+) -> int:
     """Room for one snapshot of this rank, said before the first step: what is there now and what optimizers will
     add; of replicated tensors this rank's share, and one whole of the largest, for shares are not equal. The same
-    for second copies of them, by the ranks that store them."""
-    flat = state.flatten()
+    for second copies of them, by the ranks that store them. ``flat``: the state as it is now, if that is known."""
+    flat = flat or state.flatten()
     shared = any(leaf.scope is Scope.GLOBAL and type(leaf) is Leaf for leaf in flat.leaves)
     sizes, largest, sources = [], 0, 0
     for leaf in flat.leaves:

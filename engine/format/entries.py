@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 ROOT = "~root"
 """Key of a tensor that is a whole part."""
 
@@ -32,8 +34,7 @@ class Scope(enum.IntEnum):
     (buffers under DDP, which broadcasts rank 0's)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(msgspec.Struct, frozen=True, gc=False):
     """An N-d half-open region of a global tensor; both tuples have the tensor's number of axes."""
 
     offsets: tuple[int, ...]
@@ -70,8 +71,7 @@ class EntrySpec:
     copy_of: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """One tensor of a rank's state with its place.
 
     ``image`` is an index into ``Layout.images``, or None where another rank stores the entry. ``offset`` is

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import secrets
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -44,8 +43,9 @@ from .header import (
 from .info import OWNER_READS_MAX, ArenaInfo, describe
 from .lock import FileLock
 from .mapping import Mapping
+from .populating import Populating
 from .process import Process
-from .room import BLOCK_BYTES, reserve, resize
+from .room import reserve, resize
 from .slots import Pinned, SnapshotInfo, WriteSlot
 
 SUFFIX = ".arena"
@@ -71,13 +71,11 @@ class Arena:
         self._fixed = fixed
         self._name = str(path) if path is not None else f"memory arena of rank {fixed.rank}"
         self._lock = FileLock(fd, self._name)
-        self._control = Control(Mapping(fd, fixed.nbytes), fixed, self._lock, self._name)
+        pages = Mapping(fd, fixed.nbytes)
+        self._control = Control(pages, fixed, self._lock, self._name)
         self._term = 0
         self._writing: dict[int, tuple[int, weakref.ref[WriteSlot]]] = {}
-        self._populating: threading.Thread | None = None
-        self._reserved, self._stop = threading.Event(), threading.Event()
-        self._reserved.set()
-        self._no_room: BaseException | None = None
+        self._populating = Populating(fd, path, fixed, pages, self._is_writing)
         self._closed = False
         _open.add(self)
 
@@ -187,40 +185,22 @@ class Arena:
         return arena
 
     def populate(self, how: Populate = "now") -> None:
-        """Give all pages their memory, and this process its map of them, before the first copy needs them."""
+        """Give all pages their memory, and this process its map of them, before the first copy needs them; those of
+        the first slot first."""
         if how == "now":
             self._control.mapping.populate()
         elif how != "no":
-            target = self._control.mapping.populate
-            if how == "behind" and os.fstat(self._fd).st_blocks * BLOCK_BYTES < self._fixed.nbytes:
-                self._reserved.clear()
-                target = self._reserve_and_populate
-            self._populating = threading.Thread(target=target, name="everstep-populate", daemon=True)
-            self._populating.start()
-
-    def _reserve_and_populate(self) -> None:
-        try:
-            reserve(self._fd, self._fixed.nbytes, self._path and self._path.parent, self._stop)
-        except BaseException as error:
-            self._no_room = error
-            return
-        finally:
-            self._reserved.set()
-        if not self._stop.is_set():
-            self._control.mapping.populate()
+            self._populating.start(reserving=how == "behind")
 
     def await_reserved(self) -> None:
         """Until all memory is reserved (0.25 s per GiB, the kernel's work). MemoryTooSmall where others took it
         meanwhile: then no slot can be begun."""
-        self._reserved.wait()
-        if self._no_room is not None:
-            raise self._no_room
+        self._populating.await_reserved()
 
-    def await_populated(self, within_s: float | None = None) -> None:
-        """Until a :meth:`populate` in the background has ended (the kernel's work, about a second per GiB), or
-        ``within_s`` seconds have passed."""
-        if self._populating is not None:
-            self._populating.join(within_s)
+    def await_first_slot(self, within_s: float) -> None:
+        """Until a :meth:`populate` in the background has given the first slot its memory (the kernel's work, about a
+        second per GiB), or ``within_s`` seconds have passed."""
+        self._populating.await_first_slot(within_s)
 
     # -- header
 
@@ -485,6 +465,14 @@ class Arena:
         info = self._snapshot(index)
         return Candidate(index, free and not busy, info.key if info is not None else None, busy)
 
+    def _is_writing(self) -> bool:
+        """Whether a slot is being written, now, by this process."""
+        for _, writer in list(self._writing.values()):
+            slot = writer()
+            if slot is not None and slot.open:
+                return True
+        return False
+
     def _check_mine(self) -> None:
         owner = self._ownership()
         if self._term == 0:
@@ -499,18 +487,18 @@ class Arena:
         out before keep the pages mapped until they are gone. Safe to call again."""
         if self._closed:
             return
-        self._stop.set()
+        self._populating.stop()
         try:
             self._disown()
         finally:
-            self._reserved.wait()
+            self._populating.await_stopped()
             self._closed = True
             _open.discard(self)
             self._lock.retire()
             self._control.close()
             maps.close_file(self._fd)
             self._fd = -1
-        self.await_populated()
+        self._populating.join()
 
     def _disown(self) -> None:
         if self._term == 0:
@@ -590,8 +578,7 @@ _open: weakref.WeakSet[Arena] = weakref.WeakSet()
 def _forget_in_child() -> None:
     for arena in list(_open):
         arena._closed = True
-        arena._reserved = threading.Event()  # whoever was reserving is not here
-        arena._reserved.set()
+        arena._populating.forget()
         arena._lock.retire()
         arena._control.forget()
         arena._fd = -1

@@ -53,7 +53,7 @@ class Mapping:
     """``nbytes`` of the file behind ``fd``, mapped shared and writable at ``address``.
 
     The pages are unmapped when the last buffer taken from :attr:`view` (memoryview, tensor) is gone, so no
-    view can ever dangle. Any thread may use it; :meth:`populate` is one thread's.
+    view can ever dangle. Any thread may use it.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -69,19 +69,20 @@ class Mapping:
         self._pages: Any = pages
         self.view: memoryview = memoryview(pages).cast("B")
 
-    def populate(self) -> None:
-        """Give every page its memory now (about 1 s per GiB), in huge pages where these can be had, unless
-        :meth:`close` is called meanwhile.
+    def populate(self, begin: int = 0, end: int | None = None) -> None:
+        """Give every page from byte ``begin`` (a multiple of ``HUGE_BYTES``) to ``end`` its memory now (about 1 s per
+        GiB), in huge pages where these can be had, unless :meth:`close` is called meanwhile.
 
         It is all left to the kernel, which leaves contents alone, so this may run beside writers and readers. The
         interpreter lock is not held.
         """
         keep = self._pages  # until this returns, whoever closes
         address = self.address
-        for start in range(0, self.nbytes, POPULATE_PIECE_BYTES):
+        end = self.nbytes if end is None else min(end, self.nbytes)
+        for start in range(begin, end, POPULATE_PIECE_BYTES):
             if self._stop.is_set():
                 return
-            nbytes = min(POPULATE_PIECE_BYTES, self.nbytes - start)
+            nbytes = min(POPULATE_PIECE_BYTES, end - start)
             # Refused by older kernels, for what is in use for direct I/O now, and where memory is in pieces: then
             # pages stay small, slower but right.
             _libc.madvise(address + start, nbytes, _MADV_COLLAPSE)

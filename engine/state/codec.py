@@ -43,7 +43,8 @@ Resolve = Callable[[int], Any]
 """From the index of an entry to what stands for it in the value."""
 
 _ATOMS = (type(None), bool, int, float, str, bytes)
-_REF = int(Tag.REF)
+_REF, _ALIAS = int(Tag.REF), int(Tag.ALIAS)
+_REFERRING = frozenset({_REF, int(Tag.ARRAY_REF), _ALIAS})
 
 
 def encode_plain(parts: dict[str, Any]) -> bytes:
@@ -137,35 +138,54 @@ class StateImage:
 
     def refs_of(self, node: Node) -> set[int]:
         """Indices of the entries that ``node`` refers to."""
-        todo, found, seen = [node], set[int](), set[int]()
+        todo: list[tuple[Node, int]] = [(node, 0)]
+        found, seen = set[int](), set[int]()
         while todo:
-            for node in walk(todo.pop(), self.name):
-                tag = tag_of(node)
-                if tag in (Tag.REF, Tag.ARRAY_REF, Tag.ALIAS) and (len(node) < 2 or type(node[1]) is not int):
-                    raise Damaged(f"{self.name}: a malformed node", found=_shown(node), name=self.name)
-                if tag in (Tag.REF, Tag.ARRAY_REF):
+            node, depth = todo.pop()
+            tag = tag_of(node)
+            if tag in _REFERRING:
+                if len(node) < 2 or type(node[1]) is not int:
+                    raise _malformed(node, self.name)
+                if tag != _ALIAS:
                     found.add(node[1])
-                elif tag == Tag.ALIAS and node[1] not in seen:
+                elif node[1] not in seen:
                     seen.add(node[1])
-                    todo.append(self.container(node[1]))
+                    todo.append((self.container(node[1]), 0))
+            elif type(node) is dict or type(node) is list:
+                inside = _inside(node, self.name)
+                if inside and depth >= NODE_DEPTH_MAX:
+                    raise _too_deep(self.name)
+                todo += [(child, depth + 1) for child in inside if type(child) not in _ATOMS]
         return found
 
 
 def walk(node: Node, name: str = "state", depth: int = 0) -> Iterator[Node]:
     """``node`` and all nodes inside it, in the order in which they were written."""
     if depth > NODE_DEPTH_MAX:
-        raise Damaged(f"{name}: nodes lie too deep", expected=NODE_DEPTH_MAX, name=name)
+        raise _too_deep(name)
     yield node
     if type(node) is dict or type(node) is list:
-        try:
-            inside = list(children(node))
-        except (IndexError, AttributeError, TypeError):
-            raise Damaged(f"{name}: a malformed node", found=_shown(node), name=name) from None
-        for child in inside:
+        for child in _inside(node, name):
             if type(child) in _ATOMS and depth < NODE_DEPTH_MAX:
                 yield child
             else:
                 yield from walk(child, name, depth + 1)
+
+
+def _inside(node: Node, name: str) -> list[Node]:
+    """The nodes directly inside a map or an array. Raises Damaged."""
+    try:
+        return list(children(node))
+    except (IndexError, AttributeError, TypeError):
+        raise _malformed(node, name) from None
+
+
+def _malformed(node: Node, name: str) -> Damaged:
+    return Damaged(f"{name}: a malformed node", found=_shown(node), name=name)
+
+
+def _too_deep(name: str) -> Damaged:
+    return Damaged(f"{name}: nodes lie too deep", expected=NODE_DEPTH_MAX, name=name)
 
 
 def _parse(data: bytes, name: str) -> dict[str, Node]:

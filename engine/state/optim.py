@@ -218,14 +218,13 @@ def _plan_state(
     for name, value in state.items():
         if not isinstance(value, StoredTensor):
             continue
-        place = f"{where}/{keys.label(name)}"
         mine = held.get(name)
         if isinstance(mine, torch.Tensor):
             if not ledger.claim_if_free(mine, value.index):
-                _compare_held(ledger, mine, value.index, place)
+                _compare_held(ledger, mine, value.index, f"{where}/{keys.label(name)}")
             continue
         if from_torch and name in _SHAPED_AS_PARAMETER:
-            _compare_shape(ledger, live, value.index, place)
+            _compare_shape(ledger, live, value.index, f"{where}/{keys.label(name)}")
         if ledger.entry(value.index).shape == tuple(live.shape):
             ledger.like(value.index, live)
 
@@ -255,6 +254,7 @@ class _ByName:
         self._where = where
         self._group_of = _group_of(stored)
         self._wanted: set[str] = set()
+        self._places: dict[str, str] = {}
 
     def optimizer(self, optimizer: torch.optim.Optimizer, order: list[str]) -> None:
         """Compare with ``optimizer``, whose parameters are called ``order``."""
@@ -275,9 +275,10 @@ class _ByName:
                         "missing", f"{self._place(name)}: in the target, not in the checkpoint"
                     )
                     continue
-                self._ledger.met.add(self._place(name))
+                place = self._place(name)
+                self._ledger.met.add(place)
                 if isinstance(state, dict):
-                    _plan_state(self._ledger, optimizer, live, state, self._place(name))
+                    _plan_state(self._ledger, optimizer, live, state, place)
 
     def finish(self) -> None:
         """Note what no optimizer takes."""
@@ -294,7 +295,10 @@ class _ByName:
                 self._ledger.met.add(self._place(name))
 
     def _place(self, name: str) -> str:
-        return f"{self._where}/state/{keys.label(name)}"
+        found = self._places.get(name)
+        if found is None:
+            found = self._places[name] = f"{self._where}/state/{keys.label(name)}"
+        return found
 
     def _group(self, optimizer: torch.optim.Optimizer, number: int, named: list[str]) -> None:
         """Options: those of all stored groups that ``named`` are in must be equal, and complete."""

@@ -9,7 +9,7 @@ import enum
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
@@ -83,8 +83,7 @@ class Extra:
     indices: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """Memory to fill: ``tensor`` (contiguous, on the CPU, unless the ledger says ``anywhere``) takes region ``box`` of
     entry ``index``."""
 
@@ -222,13 +221,10 @@ class Ledger:
             self.targets.setdefault(index, live)
             return
         assert isinstance(live, torch.Tensor)
-        if (
-            index not in self.targets
-            and self._is_fillable(live)
-            and live.dtype == dtype_named(self.entry(index).dtype)
-        ):
-            self.targets[index] = live.detach()
-            self._slot(index, Box.full(self.entry(index).shape), self.targets[index], sharded=False)
+        entry = self.entries[index]
+        if index not in self.targets and self._is_fillable(live) and live.dtype == dtype_named(entry.dtype):
+            self.targets[index] = mine = live.detach()
+            self._slot(index, _whole_of(entry), mine, sharded=False)
         else:
             self.copies.append((live, self._whole(index)))
 
@@ -245,7 +241,7 @@ class Ledger:
             return False
         held = held_by(live)
         memory = _memory(live, held)
-        if memory in self.claims or (memory is None and held is None):
+        if (memory is None and held is None) or memory in self.claims:
             return False
         self.matched += 1
         self.used.add(index)
@@ -285,7 +281,7 @@ class Ledger:
     def _new(self, index: int) -> torch.Tensor:
         entry = self.entry(index)
         made = empty(entry.shape, dtype_named(entry.dtype))
-        self._slot(index, Box.full(entry.shape), made, sharded=False)
+        self._slot(index, _whole_of(entry), made, sharded=False)
         return made
 
     def _fill(self, index: int, held: Held) -> None:
@@ -305,6 +301,12 @@ class Ledger:
     def _slot(self, index: int, box: Box, tensor: torch.Tensor, *, sharded: bool) -> None:
         if box.volume:
             self.slots.append(Slot(index, box, tensor, sharded))
+
+
+def _whole_of(entry: Entry) -> Box:
+    """The box of the whole tensor: the entry's very own, where that is it, which is quick to compare with."""
+    boxes = entry.boxes
+    return boxes[0] if len(boxes) == 1 and boxes[0].lengths == entry.shape else Box.full(entry.shape)
 
 
 def stored_in(value: Any) -> Iterator[int]:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from ..errors import StateMismatch
 from ..format.layout import Entry, Scope
@@ -63,7 +64,9 @@ class _Plan:
         scope = Scope.GLOBAL if slot.sharded else stored.scope
         if stored.boxes == (slot.box,) and stored.scope is scope:
             return stored, view
-        return replace(stored, boxes=(slot.box,), scope=scope, image=None, offset=0, nbytes=view.nbytes), view
+        return structs.replace(
+            stored, boxes=(slot.box,), scope=scope, image=None, offset=0, nbytes=view.nbytes
+        ), view
 
     def sources(self) -> list[int]:
         """For each of :meth:`wanted`: the rank of the save whose state image refers to it."""

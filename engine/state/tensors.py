@@ -31,6 +31,10 @@ DTYPE_NAMES: dict[torch.dtype, str] = _dtype_names()
 
 DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
+_STRIDED = torch.strided
+_OF_NUMPY = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8})
+"""Dtypes that numpy has, too, the usual ones."""
+
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -79,10 +83,14 @@ def writable_bytes(tensor: torch.Tensor) -> memoryview | None:
     tensor."""
     if not is_fillable(tensor):
         return None
-    plain = carrier(tensor)
+    # Thousands of tensors are asked for: each call of torch counts.
+    if type(tensor) is torch.Tensor and tensor.dtype in _OF_NUMPY and not tensor.requires_grad:
+        plain = tensor
+    else:
+        plain = carrier(tensor)
     if plain.dtype is torch.complex128 or not plain.numel():
         return _memory(as_bytes_view(tensor))
-    return _memory(plain).cast("B")  # thousands of tensors are asked for: each call of torch counts
+    return _memory(plain).cast("B")
 
 
 def _memory(flat: torch.Tensor) -> memoryview:
@@ -94,7 +102,7 @@ def is_fillable(tensor: torch.Tensor) -> bool:
     """Whether the bytes of ``tensor`` can be read from storage straight into it."""
     return (
         tensor.is_cpu
-        and tensor.layout is torch.strided
+        and tensor.layout is _STRIDED
         and tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()

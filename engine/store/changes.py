@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from everstep.format.constants import HASH_BYTES
 from everstep.format.dtypes import itemsize_bits
 from everstep.format.entries import Box, Entry, Layout, Scope
 from everstep.format.vote import ImageRecord
 from everstep.plan.reads import Read, plan_reads
+from msgspec import structs
 
 from .asking import each
 from .fill import fill
@@ -182,7 +183,7 @@ def _slabs(name: Name, entry: Entry) -> Iterator[_Slab]:
             count = min(each_rows, rows - first)
             box = Box((first, *whole.offsets[1:]), (count, *whole.lengths[1:]))
         size = (bits * box.volume + 7) // 8
-        yield _Slab(name, replace(entry, boxes=(box,), nbytes=size), size)
+        yield _Slab(name, structs.replace(entry, boxes=(box,), nbytes=size), size)
 
 
 def _by_entry(reads: Sequence[Read], count: int) -> list[list[Read]]:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from everstep.agent import places, spawn
 from everstep.errors import AgentError, MemoryTooSmall, UnsupportedValue
+from everstep.memory import populating
 from everstep.memory.arena import Arena
 from everstep.memory.mapping import Mapping
 from everstep.memory.process import Process
@@ -133,31 +134,37 @@ def test_what_cannot_be_stored_is_told_by_the_save(root: Path) -> None:
     assert steps_on_disk(root) == [1]
 
 
-def test_a_load_that_finds_nothing_waits_for_memory_and_a_restore_does_not(
+def test_a_load_that_finds_nothing_waits_for_the_first_slots_memory_and_a_restore_does_not(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    awaited, done = threading.Event(), threading.Event()
-    populate, wait = Mapping.populate, Arena.await_populated
+    awaited, may = threading.Event(), threading.Event()
+    given: list[int] = []
+    populate, wait = Mapping.populate, Arena.await_first_slot
 
-    def populate_when_awaited(self: Mapping) -> None:
-        assert awaited.wait(SOON_S)
-        populate(self)
-        done.set()
+    def populate_when_awaited(self: Mapping, begin: int = 0, end: int | None = None) -> None:
+        assert (may if given else awaited).wait(SOON_S)
+        populate(self, begin, end)
+        given.append(begin)
 
-    def await_populated(self: Arena, within_s: float | None = None) -> None:
+    def await_first_slot(self: Arena, within_s: float) -> None:
         awaited.set()
         wait(self, within_s)
 
+    monkeypatch.setattr(populating, "PIECE_BYTES", 64 << 20)  # one for the first slot, and one for the others
     monkeypatch.setattr(Mapping, "populate", populate_when_awaited)
-    monkeypatch.setattr(Arena, "await_populated", await_populated)
-    with opened(root) as ckpt:
-        assert ckpt.load({"n": 0}) is None and done.is_set()
+    monkeypatch.setattr(Arena, "await_first_slot", await_first_slot)
+    with opened(root, memory=everstep.Memory(bytes=4 << 20)) as ckpt:
+        assert ckpt.load({"n": 0}) is None and given == [0], "the other slots' comes behind training"
         ckpt.save(1, {"n": 1})
+        may.set()
     awaited.clear()
-    done.clear()
+    may.clear()
+    given.clear()
     with opened(root) as ckpt:
         assert ckpt.load({"n": 0}) == 1
-        assert not awaited.is_set() and not done.is_set()
+        assert not awaited.is_set() and not given
+        awaited.set()
+        may.set()
 
 
 def test_a_restore_does_not_wait_for_room_and_the_first_step_does(

@@ -488,7 +488,7 @@ def test_unusual_places_are_kept() -> None:
     begin = len(usual.images[0].header)
     header = images.header([images.Tensor("b", "F32", (3,), 0, 12), images.Tensor("a", "F32", (2,), 12, 20)])
     other = Layout(
-        (dataclasses.replace(a, offset=begin + 12), dataclasses.replace(b, offset=begin)),
+        (msgspec.structs.replace(a, offset=begin + 12), msgspec.structs.replace(b, offset=begin)),
         (dataclasses.replace(usual.images[0], header=header),),
     )
     encoded = layouts.encode(other)

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 import torch
 from everstep.errors import Damaged, UnknownFormat
-from everstep.state.codec import StateImage, decode_state, encode_plain
+from everstep.state.codec import StateImage, decode_state, encode_plain, walk
 from everstep.state.merge import Saved, Skeleton
 from everstep.state.restore import plan_values
 from everstep.state.tree import flatten
-from everstep.state.wire import NODE_DEPTH_MAX, Tag
+from everstep.state.wire import NODE_DEPTH_MAX, Tag, tag_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit import Colour, Config, Ordered, Point, trees
@@ -82,6 +82,55 @@ def test_malformed_nodes(name: str) -> None:
 def test_long_lists_of_the_tagged_kind_are_checked_too() -> None:
     with pytest.raises(Damaged):
         decode_state(_image([Tag.SIZE.value, ["a"]]), int)
+
+
+def _refs_by_walk(image: StateImage, node: Any) -> set[int]:
+    """What ``node`` refers to, found the slow way: aliases in it are not followed."""
+    return {inner[1] for inner in walk(node) if tag_of(inner) in (Tag.REF, Tag.ARRAY_REF)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees)
+def test_references_are_found_wherever_they_are(tree: Any) -> None:
+    flat = flatten({"p": tree, "more": [torch.ones(1), {"x": (torch.ones(2), [torch.ones(3)])}]})
+    image = StateImage(flat.state)
+    assert image.refs("p") | image.refs("more") == set(range(len(flat.leaves)))
+    assert image.refs("more") == _refs_by_walk(image, image.parts["more"])
+
+
+@pytest.mark.parametrize("name", ["alias nowhere", "alias text", "odd items", "short"])
+def test_references_in_malformed_nodes(name: str) -> None:
+    image = StateImage(_image(HOSTILE[name]), name="r0.state")
+    if "alias" in name:
+        with pytest.raises(Damaged, match=r"r0\.state"):
+            image.refs("p")
+    else:
+        assert image.refs("p") == set()
+
+
+@pytest.mark.parametrize(
+    "node", [[Tag.REF.value], [Tag.REF.value, "1"], [Tag.LIST.value], [Tag.LIST.value, 3]]
+)
+def test_references_that_say_nothing(node: Any) -> None:
+    with pytest.raises(Damaged, match="a malformed node"):
+        StateImage(_image([Tag.TUPLE.value, [node]])).refs("p")
+
+
+def test_references_lie_no_deeper_than_nodes_may() -> None:
+    assert StateImage(_image(_nested(NODE_DEPTH_MAX))).refs("p") == set()
+    with pytest.raises(Damaged, match="too deep"):
+        StateImage(_image(_nested(NODE_DEPTH_MAX + 1))).refs("p")
+    with pytest.raises(Damaged, match="too deep"):
+        list(walk(_nested(NODE_DEPTH_MAX + 1)))
+
+
+def test_references_by_way_of_aliases() -> None:
+    shared = [torch.ones(1)]
+    flat = flatten({"p": shared, "again": (shared, 1)})
+    image = StateImage(flat.state)
+    assert image.refs("p") == image.refs("again") == {0}
+    itself = [Tag.LIST.value, [[Tag.REF.value, 3], [Tag.ALIAS.value, 0]]]
+    assert StateImage(_image(itself)).refs("p") == {3}
 
 
 @pytest.mark.parametrize(

@@ -319,3 +319,11 @@ def test_writable_bytes_is_the_tensors_own_memory() -> None:
     view[:4] = b"\x00\x00\x80\x3f"
     assert parameter.tolist() == [1.0, 0.0]
     assert writable_bytes(torch.zeros(3, dtype=torch.complex64).conj()) is None
+    assert writable_bytes(torch.ones(3)._neg_view()) is None
+    for other in (torch.zeros(4)[::2], torch.zeros(2, 3).t(), torch.zeros(3, device="meta")):
+        assert writable_bytes(other) is None
+    part = torch.zeros(6)[2:4]
+    view = writable_bytes(part)
+    assert view is not None and view.nbytes == 8
+    view[:] = memoryview(b"\x00\x00\x80\x3f" * 2)
+    assert part.tolist() == [1.0, 1.0] and part._base is not None and part._base.sum() == 2

@@ -261,9 +261,9 @@ def test_nothing_is_imported_because_a_file_names_it() -> None:
 def test_a_class_is_taken_by_its_own_name_only() -> None:
     import kit
 
-    assert dataclasses.is_dataclass(kit.Entry)
-    names = [field.name for field in dataclasses.fields(kit.Entry)]
-    data = encode_plain({"part": Unknown("kit:Entry", "dataclass", {}, {}, names)})
+    assert dataclasses.is_dataclass(kit.Saved)
+    names = [field.name for field in dataclasses.fields(kit.Saved)]
+    data = encode_plain({"part": Unknown("kit:Saved", "dataclass", {}, {}, names)})
     assert isinstance(decode_state(data, int)["part"], Unknown)
 
 
