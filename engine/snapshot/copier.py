@@ -17,10 +17,11 @@ from everstep.format.layout import Entry, Layout
 from everstep.memory import points
 from everstep.memory.arena import Arena
 from everstep.memory.control import COPY_PREFIX, IMAGE_PREFIX, STATE_REGION
+from everstep.memory.copying import COMPILED, Words
 from everstep.memory.slots import WriteSlot
 
 from .late import LateCopy, versions_of
-from .moving import COMPILED, Runs, Words, move
+from .moving import Runs, move
 from .views import Expected, build_destinations, carrier, expect
 
 LAYOUT_REGION = "layout"
@@ -71,8 +72,12 @@ class _Sources:
         if runs is not None:
             words = [array("Q", itertools.compress(w, mask)) for w in (runs.into, runs.sources, runs.sizes)]
             runs = Runs(*words)
-        rows = [list(itertools.compress(row, mask)) for row in (self.indices, self.tensors, self.into)]
-        return _Sources(*rows, runs=runs)
+        return _Sources(
+            list(itertools.compress(self.indices, mask)),
+            list(itertools.compress(self.tensors, mask)),
+            list(itertools.compress(self.into, mask)),
+            runs=runs,
+        )
 
 
 @dataclass(frozen=True)

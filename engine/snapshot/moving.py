@@ -110,8 +110,8 @@ def _move_rows(
             are = [_plain([source], [to]) for source, to in zip(sources, into, strict=True)]
             left = [list(itertools.compress(some, map(operator.not_, are))) for some in (sources, into)]
             sources, into = (list(itertools.compress(some, are)) for some in (sources, into))
-        addresses = [array("Q", list(map(torch.Tensor.data_ptr, some))) for some in (into, sources)]
-        Runs(*addresses, array("Q", list(map(_nbytes_of, into)))).move(threads=threads)
+        targets, froms = (array("Q", list(map(torch.Tensor.data_ptr, some))) for some in (into, sources))
+        Runs(targets, froms, array("Q", list(map(_nbytes_of, into)))).move(threads=threads)
     return left[0], left[1]
 
 

@@ -387,3 +387,64 @@ def test_nothing_is_kept_alive() -> None:
     gc.collect()
     assert [ref() for ref in gone] == [None] * len(gone)
     assert known.modules
+
+
+@pytest.mark.parametrize("method", ["state_dict", "_save_to_state_dict", "get_extra_state"])
+@pytest.mark.parametrize("kind", [Block, torch.nn.Module])
+def test_a_method_changed_for_a_whole_class(monkeypatch: pytest.MonkeyPatch, kind: type, method: str) -> None:
+    job = Job()
+    known = known_of(job)
+    real = getattr(torch.nn.Module, method)
+
+    def halved(self: Any, *args: Any, **how: Any) -> Any:
+        if method == "get_extra_state":
+            return {"a": 1}
+        found = real(self, *args, **how)
+        into = found if method == "state_dict" else args[0]
+        into["more"] = ones(2)
+        return found
+
+    monkeypatch.setattr(kind, method, halved)
+    for _ in range(2):
+        check(job.state, known)
+
+
+def test_a_name_that_goes_to_another_parameter() -> None:
+    """Tied to one that comes before it in the model, a parameter has that one's name."""
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False) for _ in range(20)])
+    layers[7].weight = layers[5].weight
+    optimizer = torch.optim.SGD([layers[n].weight for n in range(20) if n not in (2, 7)])
+    state, known = TrainState(layers, optimizer, rng=False), Steady()
+    for parameter in optimizer.param_groups[0]["params"]:
+        optimizer.state[parameter] = {"momentum_buffer": torch.rand(2, 2)}
+    for _ in range(3):
+        flat = check(state, known)
+    assert flat is not None and flat.by
+    layers[2].weight = layers[5].weight
+    check(state, known)
+
+
+def test_numbers_among_the_moments() -> None:
+    job = Job()
+    for number, moments in enumerate(job.opt.state.values()):
+        moments["seen"] = number
+    job.train()
+    for number, moments in enumerate(job.opt.state.values()):
+        moments["seen"] = number
+    known = Steady()
+    for _ in range(3):
+        flat = check(job.state, known)
+    assert flat is not None and flat.by
+    for value in (100, 100.0, True, -0.0):
+        job.moments["seen"] = value
+        check(job.state, known)
+
+
+def test_a_moment_that_lies_where_a_parameter_does() -> None:
+    """Through other objects: the same memory, all keys and kinds as before."""
+    job = Job()
+    known = known_of(job)
+    job.moments["exp_avg"].data = job.block.linear.weight.data
+    for _ in range(2):
+        check(job.state, known)
