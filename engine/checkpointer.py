@@ -38,7 +38,7 @@ from .memory.arena import Arena
 from .memorytier import MemoryTier, Room
 from .mending import Mending
 from .nodes import node_of
-from .opening import Origin, begin_incarnation, check_mesh, see_run
+from .opening import Origin, begin_incarnation, check_mesh, see_run, wake
 from .peers.secret import run_secret
 from .places import locate, with_tiers
 from .plan.parity import fit
@@ -545,6 +545,7 @@ class Checkpointer:
                 farther=self._farther,
                 known=self._records,
                 patience_s=min(ENDING_S_MAX, self._policy.rank_timeout_s / 2),
+                found=lambda run: wake(self._standby, self._place, self._policy, run),
             )
             return [encode_run(run), encode_incarnation(record)]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .agent.spawn import Standby
 from .backends.api import Backend
 from .discovery import find_run
 from .errors import BadOption, NotARun, NotLoaded, RunInUse
@@ -15,6 +16,8 @@ from .format.constants import CHUNK_BYTES
 from .format.records import IncarnationRecord, RunRecord, Writer
 from .memory.process import Process
 from .places import Place
+from .policy import Policy
+from .session import agent_settings
 from .store.blocking import run_blocking
 from .store.catalog import list_steps
 from .store.mirror import copy_records
@@ -68,11 +71,12 @@ def begin_incarnation(
     farther: Sequence[Backend] = (),
     known: dict[int, IncarnationRecord] | None = None,
     patience_s: float = ENDING_S_MAX,
+    found: Callable[[RunRecord], None] = lambda run: None,
 ) -> tuple[RunRecord, IncarnationRecord]:
     """Create the run if absent and add the next incarnation, which is marked as being written until ``unmark``.
     Called by one rank. ``lookout`` has begun to look for a writer on another host already; a writer on this node that
-    only ends is waited for, at most ``patience_s``. Records that are ``known`` are not read again.
-
+    only ends is waited for, at most ``patience_s``. Records that are ``known`` are not read again. ``found`` is called
+    with the run before the incarnation's record is written.
     Raises NotLoaded, RunInUse and Damaged; nothing is written then.
     """
     _restore_records(backend, farther)
@@ -84,7 +88,7 @@ def begin_incarnation(
                 records = _existing(backend, known)  # meanwhile another may have come
             _refuse_second(place, records[-1], lookout or Lookout(backend))
     run = run_blocking(create_run(backend, chunk_bytes=CHUNK_BYTES))
-
+    found(run)
     record_id = secrets.token_hex(8)
     mark(place, record_id)
 
@@ -113,6 +117,12 @@ def begin_incarnation(
     except BaseException:
         unmark(place, record_id)
         raise
+
+
+def wake(standby: Standby | None, place: Place, policy: Policy, run: RunRecord) -> None:
+    """What stands by becomes the run's agent while the incarnation's record is written: the disk is waited for."""
+    if standby is not None:
+        standby.become_early(agent_settings(place, policy, run.run_id, run.chunk_bytes))
 
 
 def see_run(backend: Backend, run: RunRecord) -> None:

@@ -248,18 +248,20 @@ class LmdbJournal:
         # nothing stale.
         self._env = lmdb.open(str(path), map_size=MAP_BYTES, max_dbs=6, lock=False, mode=0o600)
         try:
-            self._meta = self._env.open_db(b"meta")
-            self._jobs = self._env.open_db(b"jobs")
-            self._members = self._env.open_db(b"members")
-            self._mirrors = self._env.open_db(b"mirrors")
-            self._uploads = self._env.open_db(b"uploads")
-            self._merges = self._env.open_db(b"merges")
-            with self._env.begin(write=True, db=self._meta) as txn:
-                known = msgspec.msgpack.decode(txn.get(b"state", _encode({"v": VERSION, "epoch": 0})))
+            # One transaction: each would wait for the disk by itself, and a trainer waits for all of them.
+            with self._env.begin(write=True) as txn:
+                self._meta = self._env.open_db(b"meta", txn=txn)
+                self._jobs = self._env.open_db(b"jobs", txn=txn)
+                self._members = self._env.open_db(b"members", txn=txn)
+                self._mirrors = self._env.open_db(b"mirrors", txn=txn)
+                self._uploads = self._env.open_db(b"uploads", txn=txn)
+                self._merges = self._env.open_db(b"merges", txn=txn)
+                data = txn.get(b"state", _encode({"v": VERSION, "epoch": 0}), db=self._meta)
+                known = msgspec.msgpack.decode(data)
                 if known["v"] != VERSION:
                     raise AgentError("a journal of another version", found=known["v"], expected=VERSION)
                 self.epoch = int(known["epoch"]) + 1
-                txn.put(b"state", _encode({"v": VERSION, "epoch": self.epoch}))
+                txn.put(b"state", _encode({"v": VERSION, "epoch": self.epoch}), db=self._meta)
             self.jobs()
             self.members()
             self.mirrors()

@@ -123,6 +123,8 @@ class Standby:
         self._settings, self._ready = settings, ready
         self._loaded_with = _read_at_loading(_environment())
         self._pid: int | None = None
+        self._begun: tuple[AgentSettings, Start] | None = None
+        """What it was told to be, and how that goes: until someone asks, or it is closed."""
         self._end = weakref.finalize(self, _end, os.getpid(), process, settings, ready)
         _standing_by.add(self)
 
@@ -161,10 +163,25 @@ class Standby:
     def close(self) -> None:
         """End it, unless it has become an agent. Calling it again does nothing."""
         self._end()
+        if self._begun is not None:
+            self._begun[1].close()
+            self._begun = None
+
+    def become_early(self, settings: AgentSettings) -> None:
+        """Have it be the agent of ``settings`` already, before anyone needs one: :meth:`become` then tells how that
+        goes. Where it cannot be, whoever needs the agent is told."""
+        with contextlib.suppress(AgentError, OSError):
+            prepare(settings.runtime_dir)
+            begun = self.become(settings, str(settings.runtime_dir / LOG))
+            if begun is not None:
+                self._begun = settings, begun
 
     def become(self, settings: AgentSettings, log: str) -> Start | None:
         """Have it be the agent of ``settings``, in this process's environment of now. None where it is gone, or loaded
         what it has with other variables: then one has to be started."""
+        if self._begun is not None and self._begun[0] == settings:
+            begun, self._begun = self._begun[1], None
+            return begun
         environment = _environment()
         if not self._end.alive or self._loaded_with != _read_at_loading(environment):
             return None

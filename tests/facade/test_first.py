@@ -315,6 +315,27 @@ def test_one_that_was_lost_is_no_loss(root: Path, starts: Starts) -> None:
         assert ckpt.agent_pid not in (None, process.pid) and len(starts) == 2
 
 
+def test_it_is_the_agent_before_the_incarnation_has_its_record_and_may_die_then(
+    root: Path, starts: Starts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    become, recorded = spawn.Standby.become_early, list[bool]()
+
+    def become_and_die(self: spawn.Standby, settings: Any) -> None:
+        recorded.append((root / "incarnations").exists())
+        become(self, settings)
+        os.kill(process.pid, signal.SIGKILL)
+        gone(process)
+
+    monkeypatch.setattr(spawn.Standby, "become_early", become_and_die)
+    with opened(root, agent="process") as ckpt:
+        process = standing_by(ckpt)
+        ckpt.load({"n": 0})
+        ckpt.save(1, {"n": 1}).wait()
+        assert recorded == [False]
+        assert ckpt.agent_pid not in (None, process.pid) and len(starts) == 2
+    assert steps_on_disk(root) == [1]
+
+
 def test_what_was_set_in_the_environment_since_counts(
     root: Path, starts: Starts, script: Callable[..., Script], monkeypatch: pytest.MonkeyPatch
 ) -> None:
