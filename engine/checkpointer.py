@@ -8,7 +8,6 @@ import os
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Literal
 
 from . import opened
@@ -18,7 +17,7 @@ from .agent.spawn import Standby
 from .agent.values import AgentSettings
 from .backends.api import Backend
 from .chained import known_chains
-from .config import check_kind, config_hash, plain_config, plain_step
+from .config import check_kind, plain_config, plain_step
 from .discovery import find_run, open_arenas
 from .errors import BadOption, Closed, EverstepError, NoCheckpoint, RunInUse
 from .format.constants import CHUNK_BYTES
@@ -345,6 +344,7 @@ class Checkpointer:
 
     def status(self) -> dict[str, Any]:
         """What this rank knows: incarnation, newest step in memory and on disk, unfinished flushes, the agent."""
+        self._check_usable()
         return self._session.status() if self._session is not None else {"incarnation": None}
 
     @property
@@ -355,9 +355,7 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
             return
@@ -539,7 +537,6 @@ class Checkpointer:
                 world=ranks.world,
                 mesh=mesh,
                 config=self._config,
-                config_hash=config_hash(self._config),
                 take_over=self._take_over,
                 lookout=self._lookout,
                 farther=self._farther,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .backends.api import Backend
-from .config import config_hash, plain_config, plain_metrics, plain_step
+from .config import plain_config, plain_metrics, plain_step
 from .describing import describe
 from .discovery import Proposals, find_run, open_arenas
 from .errors import (
@@ -137,7 +137,6 @@ def save(
             world=1,
             mesh=SINGLE,
             config=plain,
-            config_hash=config_hash(plain),
             take_over=False,
         )
         try:

@@ -10,6 +10,7 @@ from typing import Any
 
 from .agent.spawn import Standby
 from .backends.api import Backend
+from .config import config_hash
 from .discovery import find_run
 from .errors import BadOption, NotARun, NotLoaded, RunInUse
 from .format.constants import CHUNK_BYTES
@@ -65,7 +66,6 @@ def begin_incarnation(
     world: int,
     mesh: dict[str, int],
     config: dict[str, Any] | None,
-    config_hash: str | None,
     take_over: bool,
     lookout: Lookout | None = None,
     farther: Sequence[Backend] = (),
@@ -102,7 +102,7 @@ def begin_incarnation(
             fresh=None if origin.adopted else origin.fresh or NOTHING_TO_LOAD,
             world=world,
             mesh=mesh,
-            config_hash=config_hash,
+            config_hash=config_hash(config),
             config=config,
             config_changes=origin.config_changes,
             config_reason=origin.config_reason,

@@ -76,7 +76,7 @@ RUN_EPILOG = """\
 Exit codes:
   0  measured; what other systems failed at is told
   1  everstep failed, or brought other bytes back than were given
-  2  usage, or a report cannot be written where it is to go
+  2  usage, or nothing can be written to --dir, or where a report is to go
   130  interrupted
 
 Example:
@@ -148,6 +148,7 @@ def run(
         _require_writable(*(path for path in (json_file, html_file) if path is not None))
         if png_directory is not None:
             _require_writable(png_directory / "aims.png")
+        _require_writable((directory or Path.cwd()) / ".everstep-bench")
         options = Options(wanted, chosen, bool(named), size, directory, repeats, rounds)
         job = Run(options)
         signal.signal(signal.SIGTERM, _stop)

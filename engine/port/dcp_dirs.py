@@ -53,7 +53,13 @@ def export_dcp(
     shape.refuse_unknown(values, "")
     with new_directory(Path(out)) as aside, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        save_dcp(dict(values), storage_writer=filesystem.FileSystemWriter(aside), no_dist=True)
+        failure: BaseException | None = None
+        try:
+            save_dcp(dict(values), storage_writer=filesystem.FileSystemWriter(aside), no_dist=True)
+        except CheckpointException as failed:
+            failure = next(iter(failed.failures.values()))[0]
+        if failure is not None:
+            raise failure  # here, where it keeps what led to it
 
 
 def import_dcp(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ SHARD_BYTES = 5_000_000_000
 """Largest file of a sharded export, as is the custom for model hubs."""
 STEM = "model"
 INDEX = f"{STEM}.safetensors.index.json"
+_OF_THE_SYSTEM = re.compile(r"\(os error (\d+)\)")
 _SUFFIX = ".safetensors"
 
 
@@ -92,6 +94,9 @@ def _write(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     try:
         save_file(whole, path, metadata={"format": "pt"})
     except (SafetensorError, KeyError, ValueError) as error:
+        if found := _OF_THE_SYSTEM.search(str(error)):
+            number = int(found[1])
+            raise OSError(number, os.strerror(number), str(path)) from error
         kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
         raise UnsupportedValue(
             f"{path.name}: safetensors cannot hold these tensors: {error}",

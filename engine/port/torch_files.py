@@ -34,8 +34,9 @@ def export_torch(
     if isinstance(values, Mapping):
         values = {part: shape.by_index(value) for part, value in values.items()}
     shape.refuse_unknown(values, "")
-    with new_file(Path(out)) as aside:
-        torch.save(values, aside)
+    # Into a file of ours: torch's own does not say why it cannot be written.
+    with new_file(Path(out)) as aside, aside.open("wb") as file:
+        torch.save(values, file)
 
 
 def import_torch(

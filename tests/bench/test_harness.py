@@ -271,6 +271,8 @@ def test_a_report_that_could_not_be_written_stops_the_run_before_it_begins(tmp_p
         said = bench("run", "huge", "--size", "1", "--dir", tmp_path, option, place)
         assert said.returncode == 2 and "round 1" not in said.stderr, said.stderr
         assert str(place) in said.stderr and "Traceback" not in said.stderr
+    said = bench("run", "huge", "--size", "1", "--dir", "/proc")
+    assert said.returncode == 2 and "/proc" in said.stderr and "Traceback" not in said.stderr, said.stderr
     assert os.listdir(tmp_path) == ["kept"] and kept.read_text() == "kept"
 
 

@@ -334,7 +334,18 @@ def test_a_closed_checkpointer_says_so(root: Path) -> None:
             call(1, {"n": 1})
     with pytest.raises(errors.Closed):
         ckpt.load({"n": 0})
+    with pytest.raises(errors.Closed):
+        ckpt.status()
     assert not root.exists(), "nothing was written, so there is no run"
+
+
+def test_a_closed_checkpointer_that_wrote_says_so(root: Path) -> None:
+    ckpt = opened(root)
+    ckpt.load({"n": 0})
+    ckpt.step(1, {"n": 1})
+    ckpt.close()
+    with pytest.raises(errors.Closed):
+        ckpt.status()
 
 
 def test_load_after_the_first_step_is_refused(root: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from everstep.cli.main import main
-from everstep.errors import BadOption, Damaged, NoCheckpoint, StateError, UnsupportedValue
+from everstep.errors import BadOption, Damaged, NoCheckpoint, StateError, StorageFull, UnsupportedValue
 from everstep.port.dcp_dirs import export_dcp, import_dcp, read_dcp
 from everstep.port.safetensors_files import export_safetensors, import_safetensors, read_safetensors
 from everstep.port.torch_files import export_torch, import_torch
@@ -288,3 +290,42 @@ def test_commands(run: Path, tmp_path: Path) -> None:
     assert runner.invoke(main, ["fsck", back]).exit_code == 0
     both = ["export", str(run), str(tmp_path / "x.safetensors"), "--part", "a", "--part", "b"]
     assert runner.invoke(main, both).exit_code == 2
+
+
+OUTPUTS: dict[str, tuple[Callable[..., Any], str]] = {
+    "torch": (export_torch, "out.pt"),
+    "dcp": (export_dcp, "out"),
+    "one safetensors file": (export_safetensors, "out.safetensors"),
+    "a directory of them": (export_safetensors, "out"),
+}
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 300 KB, which holds less than the export."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=300k", "none", str(mount)]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("needs leave to mount a small disk")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+@pytest.mark.parametrize("format", OUTPUTS)
+def test_a_full_disk_is_told_as_that(tmp_path: Path, disk: Path, format: str) -> None:
+    everstep.save(tmp_path / "large", 1, {"model": {"a": torch.ones(100_000)}})
+    export, name = OUTPUTS[format]
+    with pytest.raises(StorageFull, match=f"{disk / name}.*No space left"):
+        export(tmp_path / "large", disk / name)
+    assert not list(disk.iterdir()), "nothing is left behind"
+
+
+@pytest.mark.parametrize("format", OUTPUTS)
+def test_a_place_that_cannot_be_written_is_told(run: Path, disk: Path, format: str) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    export, name = OUTPUTS[format]
+    with pytest.raises(BadOption, match=f"{disk / name}.*Read-only file system"):
+        export(run, disk / name)
+    with pytest.raises(BadOption, match="cannot be written"):
+        export(run, run / "run.json" / name)
