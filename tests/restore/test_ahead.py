@@ -108,6 +108,25 @@ def test_no_more_buffers_than_a_filling_has(tmp_path: Path, monkeypatch: pytest.
     assert max(most) == 3
 
 
+def test_a_load_from_files_has_24_mib_of_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Any]] = []
+    most: list[int] = []
+
+    def aligned_buffer(nbytes: int) -> memoryview:
+        view = aligned.aligned_buffer(nbytes)
+        made.append(weakref.ref(view.obj))
+        most.append(sum(len(buffer) for ref in made if (buffer := ref()) is not None))
+        return view
+
+    for module in (ahead, fill):
+        monkeypatch.setattr(module, "aligned_buffer", aligned_buffer)
+    everstep.save(tmp_path, 1, {"w": torch.ones(16 * MIB)})
+    live = {"w": torch.zeros(16 * MIB)}
+    everstep.load(tmp_path, into=live)
+    assert bool((live["w"] == 1).all())
+    assert 16 * MIB <= max(most) <= 24 * MIB
+
+
 def test_what_is_read_for_nothing_ends_with_the_load(
     tmp_path: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
