@@ -23,8 +23,8 @@ from typing import Any
 import xxhash
 from everstep.backends.s3writer import PART_BYTES, PARTS_IN_FLIGHT
 from everstep.errors import BadOption, EverstepError
-from everstep.store.fill import PARALLEL, PIECE_BYTES
 from everstep.store.flush import IMAGES_PARALLEL
+from everstep.store.pieces import FROM_OTHERS
 
 from .common import MIB, Mismatch, Samples, Step, in_turn, machine
 from .memory import PeakWatch, resident_bytes
@@ -100,7 +100,7 @@ def _bound() -> dict[str, float]:
     """What everstep's own way may take, by its constants: parts on the wire and those being filled; pieces of a get."""
     return {
         "put_mib": (PARTS_IN_FLIGHT + IMAGES_PARALLEL) * PART_BYTES / MIB,
-        "get_mib": PARALLEL * PIECE_BYTES / MIB,
+        "get_mib": FROM_OTHERS.nbytes / MIB,
     }
 
 

@@ -30,7 +30,7 @@ from .state.restore import RestorePlan, plan_restore, plan_values
 from .state.rng import RandomState
 from .state.trainstate import TrainState
 from .store.ahead import Ahead
-from .store.fill import PARALLEL, PIECE_BYTES, FillReport
+from .store.fill import FillReport
 from .store.sources import KINDS, Source
 
 PROOF_BYTES_MAX = 256 << 20
@@ -131,7 +131,7 @@ class _Load:
     """The rank at the save whose plain values this one takes."""
 
     def run(self, opened: Callable[[], Sequence[Source]]) -> Filled:
-        ahead = Ahead(PARALLEL, PIECE_BYTES)
+        ahead = Ahead()
         try:
             return self._run(opened, ahead)
         finally:

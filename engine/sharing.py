@@ -38,7 +38,8 @@ from .plan.shares import Clipper, ImageKey, Needs, Round, common_ranges, deal, w
 from .ranks import Ranks
 from .store.ahead import Ahead
 from .store.blocking import run_blocking
-from .store.fill import PARALLEL, FillReport, Image, fill, images_of
+from .store.fill import FillReport, Image, fill, images_of
+from .store.pieces import FROM_OTHERS
 from .store.sources import Mapped, Source
 
 HALVES = 2
@@ -466,8 +467,11 @@ class _Sharing:
             for share in round_
             if share.reader == self._board.me
         ]
-        piece_bytes = max(PIECE_BYTES_MIN, sum(read.nbytes for read in shares) // PARALLEL)
-        report = await fill(self._sources, shares, {0: half}, headers=False, piece_bytes=piece_bytes)
+        parallel = FROM_OTHERS.pieces
+        piece_bytes = max(PIECE_BYTES_MIN, sum(read.nbytes for read in shares) // parallel)
+        report = await fill(
+            self._sources, shares, {0: half}, headers=False, parallel=parallel, piece_bytes=piece_bytes
+        )
         report.nbytes = 0  # nothing has come to its place yet
         return report
 

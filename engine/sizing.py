@@ -157,8 +157,8 @@ def _job(state: _State, memory: Memory, *, nodes: int, ranks_per_node: int, grow
     slot = aligned(memory.bytes) if memory.bytes is not None else state.slot_bytes
     if slot is None:
         slot = estimated_slot_bytes(state.tensor_bytes, state.tensors, state.plain_bytes)
-    # The buffers of a load; the constants are those of the code that has them.
-    from .store.fill import PARALLEL, PIECE_BYTES
+    # The buffers of a load, of a store or another node: of files it takes less.
+    from .store.pieces import FROM_OTHERS
 
     return Job(
         nodes=nodes,
@@ -181,7 +181,7 @@ def _job(state: _State, memory: Memory, *, nodes: int, ranks_per_node: int, grow
         parity_state_bytes=STATE_BYTES,
         agent_bytes=AGENT_BYTES,
         load_bytes_node=SHARED_BYTES if ranks_per_node > 1 else 0,
-        load_bytes_rank=PARALLEL * PIECE_BYTES,
+        load_bytes_rank=FROM_OTHERS.nbytes,
     )
 
 

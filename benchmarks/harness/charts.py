@@ -319,7 +319,7 @@ def memory_panel(report: ReportDict, workload: str) -> Panel | None:
         )
     return Panel(
         title="Peak memory",
-        about="beyond the state and everstep's slots, or beyond the state and the one copy that others stage",
+        about="beyond the state and everstep's slots, or the one copy that asynchronous engines stage",
         axis="MiB",
         columns=("MiB",),
         rows=tuple(

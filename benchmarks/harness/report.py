@@ -330,7 +330,11 @@ def _numbers(report: ReportDict, name: str, look: Mapping[str, Look]) -> str:
         ("Floors", _table(("floor", "what", *timed, "best way"), floors, "two"), floors),
         ("Times", _table(("system", *timed, "× floor", "× best rival"), times_of), times_of),
         ("Slow-down of training, median of the pairs", _table(("system", "slow-down"), slower), slower),
-        ("Peak memory", _table(("system", "beyond the state", "beyond slots or one copy"), memory), memory),
+        (
+            "Peak memory",
+            _table(("system", "beyond the state", "beyond slots or one staged copy"), memory),
+            memory,
+        ),
     )
     tables = "".join(f"<h4>{title}</h4>{table}" for title, table, there in parts if there)
     return f"<details open><summary>Numbers</summary>{tables}</details>\n" if tables else ""

@@ -93,8 +93,8 @@ class PhaseDict(TypedDict):
 
 class MemoryDict(TypedDict):
     """``peak_extra_bytes``: of all of the system's processes beyond what the process had with its state alone.
-    ``peak_beyond_copy_bytes``: the same without everstep's slots, or without one copy of the state where others hold
-    that much."""
+    ``peak_beyond_copy_bytes``: the same without everstep's slots, or without the one copy of the state that others
+    stage which go on writing when the call has returned. Whoever writes in the call has no use for a copy."""
 
     peak_extra_bytes: int
     peak_beyond_copy_bytes: int

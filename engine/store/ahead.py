@@ -17,7 +17,7 @@ from everstep.format.vote import STATE_IMAGE, ImageRecord
 
 from .bases import Fetched
 from .blocking import run_blocking
-from .pieces import Piece, buffer_bytes, step_of
+from .pieces import InFlight, Piece, buffer_bytes, in_flight, step_of
 from .sources import DurableSource, Source
 
 START_S = 0.001
@@ -40,12 +40,11 @@ class Early:
 
 @dataclass(slots=True)
 class Ahead:
-    """The first pieces of a rank's images, at most ``pieces`` of ``piece_bytes`` (of one chunk, or of one and its base,
-    if that is more): as many as a filling has in memory, so that one which takes them over needs no more. Nothing until
-    :meth:`begin`; who made it calls :meth:`end`, whatever happens."""
+    """The first pieces of a rank's images: as many, and as large, as a filling has in memory (``most``), so that one
+    which takes them over needs no more. Nothing until :meth:`begin`; who made it calls :meth:`end`, whatever
+    happens."""
 
-    pieces: int
-    piece_bytes: int
+    most: InFlight | None = None
     _source: Source | None = None
     _early: dict[Key, Early] = field(default_factory=dict)
     _starting: asyncio.Task[None] | None = None
@@ -53,6 +52,7 @@ class Ahead:
     def begin(self, sources: Sequence[Source], rank: int) -> None:
         """Start to read the images of ``rank`` from the first of ``sources`` that has the rank, if that is a
         durable tier. What fails is told to whoever needs it."""
+        self.most = self.most or in_flight(sources)
         first = next((source for source in sources if rank in source.ranks), None)
         if isinstance(first, DurableSource):
             run_blocking(self._begin(first, rank))
@@ -88,22 +88,13 @@ class Ahead:
     async def _start(self, source: DurableSource, rank: int) -> None:
         await source.expect(rank)  # what a load looks at before it can plan must not queue behind much
         records = await source.records(rank)
-        places = list(islice(self._places(records.values(), source.chunk_bytes), self.pieces))
+        most = self.most or in_flight([source])
+        places = list(islice(_places(records.values(), most.piece_bytes, source.chunk_bytes), most.pieces))
         # All memory first: mapping it would wait for reads that are just getting their pages.
         buffers = [aligned_buffer(buffer_bytes(record, nbytes)) for record, _, nbytes in places]
         for (record, at, nbytes), buffer in zip(places, buffers, strict=True):
             reading = asyncio.ensure_future(_read(source, rank, record, at, nbytes, buffer))
             self._early[rank, record.name, at] = Early(buffer, nbytes, reading)
-
-    def _places(
-        self, records: Iterable[ImageRecord], chunk_bytes: int
-    ) -> Iterator[tuple[ImageRecord, int, int]]:
-        """Image, offset and size of pieces as a filling makes them of whole images."""
-        for record in records:
-            if record.name != STATE_IMAGE:
-                step = step_of(record, self.piece_bytes, chunk_bytes)
-                for at in range(0, record.nbytes, step):
-                    yield record, at, min(step, record.nbytes - at)
 
     async def _drop(self, taken: Collection[Key] = ()) -> None:
         """Give up what is not ``taken``: no thread touches its buffers any more when this returns."""
@@ -119,6 +110,17 @@ async def _read(
         return await source.fetch(rank, record.name, at, nbytes, buffer)
     await source.read_into(rank, record.name, at, buffer[:nbytes])
     return None
+
+
+def _places(
+    records: Iterable[ImageRecord], piece_bytes: int, chunk_bytes: int
+) -> Iterator[tuple[ImageRecord, int, int]]:
+    """Image, offset and size of pieces as a filling makes them of whole images."""
+    for record in records:
+        if record.name != STATE_IMAGE:
+            step = step_of(record, piece_bytes, chunk_bytes)
+            for at in range(0, record.nbytes, step):
+                yield record, at, min(step, record.nbytes - at)
 
 
 def _key(piece: Piece) -> Key:

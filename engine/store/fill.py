@@ -29,6 +29,7 @@ from .pieces import (
     buffer_bytes,
     copy_reads,
     dealt,
+    in_flight,
     nbytes_of,
     scattered,
     step_of,
@@ -37,14 +38,6 @@ from .pieces import (
 )
 from .proving import bad_chunks, changed_chunk, check_record
 from .sources import Fetching, Scattering, Source
-
-PARALLEL = 8
-"""Pieces in flight, more than a backend reads at once: while some are hashed and copied, others are
-read. With
-``PIECE_BYTES`` this bounds the memory."""
-
-PIECE_BYTES = 8 << 20
-"""One read of a durable tier; one chunk where chunks are larger."""
 
 MAPPED_PIECE_BYTES = 16 << 20
 """A piece of what lies in memory already: it takes no buffer, and fewer are handed from thread to thread."""
@@ -107,8 +100,8 @@ async def fill(
     reads: Sequence[Read],
     targets: Mapping[int, memoryview],
     *,
-    parallel: int = PARALLEL,
-    piece_bytes: int = PIECE_BYTES,
+    parallel: int | None = None,
+    piece_bytes: int | None = None,
     headers: bool = True,
     ahead: Ahead | None = None,
 ) -> FillReport:
@@ -116,14 +109,16 @@ async def fill(
     checkpoint, best first.
 
     The headers of the images that are used are proved too, unless ``headers`` is False. At most ``parallel``
-    pieces of ``piece_bytes`` are in memory: as ``ahead`` says, where pieces are read ahead. On an error the targets
+    pieces of ``piece_bytes`` are in memory: as ``ahead`` says, where pieces are read ahead; by default as
+    :func:`.pieces.in_flight` of the sources. On an error the targets
     hold a mixture, of what was proved, what was read straight into them and was not, and what was there before. Raises
     Damaged (naming object, offset, found, expected) when no source has a chunk right, Pruned, CannotTell, SlotGone.
     """
     _check_sources(sources)
     report = FillReport()
-    ahead = ahead or Ahead(parallel, piece_bytes)
-    parallel, piece_bytes = ahead.pieces, ahead.piece_bytes
+    ahead = ahead or Ahead()
+    most = ahead.most or in_flight(sources)
+    parallel, piece_bytes = parallel or most.pieces, piece_bytes or most.piece_bytes
     images = await images_of(sources, reads, report, headers=headers)
     pieces = iter(await ahead.first(list(_pieces(images, piece_bytes))))
     with ThreadPoolExecutor(_threads(parallel), thread_name_prefix="everstep-fill") as pool:

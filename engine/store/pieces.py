@@ -19,13 +19,44 @@ from everstep.plan.reads import Range, Read, clip
 
 from .bases import Fetched, fetched_room
 from .proving import bad_chunks, differing
-from .sources import Source
+from .sources import DurableSource, Source
 
 HOT_BYTES = 1 << 20
 """Hashed and then copied at once (whole chunks): what a core's cache holds."""
 
 LARGE_COPY_BYTES = 64 << 10
 """From here on a copy is worth giving up the interpreter lock for."""
+
+
+PACKED_PIECE_BYTES = 4 << 20
+"""At most so much of a packed image is one piece, as it needs its base and its payloads beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """How many pieces a filling has in memory at once, and how many bytes one has (one chunk, where chunks are
+    larger)."""
+
+    pieces: int
+    piece_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.pieces * self.piece_bytes
+
+
+FROM_FILES = InFlight(6, 4 << 20)
+"""Two more than a backend reads at once: while some are hashed and copied, others are read."""
+FROM_OTHERS = InFlight(8, 8 << 20)
+"""Where each read is a request, to an object store or another node, and waits for its answer."""
+
+
+def in_flight(sources: Sequence[Source]) -> InFlight:
+    """What filling from ``sources`` has in memory at most."""
+    files = all(
+        isinstance(source, DurableSource) and not source.backend.capabilities.flat for source in sources
+    )
+    return FROM_FILES if files else FROM_OTHERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +77,9 @@ class Piece:
 
 
 def step_of(record: ImageRecord, piece_bytes: int, chunk_bytes: int) -> int:
-    """Bytes of an image in one piece: of a packed one half as many, as it needs its base beside it."""
-    return max((piece_bytes if record.stored is None else piece_bytes // 2) // chunk_bytes, 1) * chunk_bytes
+    """Bytes of an image in one piece."""
+    most = piece_bytes if record.stored is None else min(piece_bytes, PACKED_PIECE_BYTES)
+    return max(most // chunk_bytes, 1) * chunk_bytes
 
 
 def buffer_bytes(record: ImageRecord, nbytes: int) -> int:

@@ -126,6 +126,16 @@ def test_recovery(tmp_path: Path) -> None:
     assert "bit for bit" in found["checked"]
 
 
+def test_memory_that_a_system_keeps_counts_and_no_copy_is_forgiven_who_writes_in_the_call(
+    tmp_path: Path,
+) -> None:
+    options = Options(workloads.chosen(["gpt-fp32"]), {"hoard": "adapters:Hoard"}, True, 32, tmp_path, 1, 1)
+    found = Run(options).run(lambda text: None)["workloads"]["gpt-fp32"]
+    memory = found["systems"]["hoard"]["memory"]
+    assert memory is not None
+    assert found["size_bytes"] <= memory["peak_beyond_copy_bytes"] == memory["peak_extra_bytes"]
+
+
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_rounds_go_forth_and_back_and_failures_end_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int

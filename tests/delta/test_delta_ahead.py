@@ -23,6 +23,7 @@ from everstep.store import ahead, bases, fill
 from everstep.store.ahead import Ahead
 from everstep.store.blocking import run_blocking
 from everstep.store.fill import FillReport
+from everstep.store.pieces import InFlight
 from everstep.store.sources import DurableSource, bases_at
 
 from tests.store import store_kit
@@ -34,7 +35,7 @@ CHANGED = [kit.dense(data, rank) for rank, data in enumerate(STATES)]
 WAIT_S = 20.0
 BASE = names.image(1, 1, 1, 0, "model")
 DELTA = names.packed(2, 1, 1, 0, "model")
-PIECES, PIECE_BYTES = 3, 8 * kit.CHUNK
+PIECES, PIECE_BYTES = 3, 4 * kit.CHUNK
 
 Prepare = Callable[[Path], Sequence[str]]
 """Changes the run; the places of bases, nearest first."""
@@ -74,7 +75,7 @@ def loaded(tmp_path: Path, prepare: Prepare | None = None) -> FillReport:
     places = prepare(tmp_path) if prepare is not None else ["run"]
     backends = [LocalBackend(tmp_path / place) for place in places]
     source = DurableSource(backends[0], delta, kit.CHUNK, bases=bases_at(backends, kit.CHUNK))
-    early = Ahead(PIECES, PIECE_BYTES)
+    early = Ahead(InFlight(PIECES, PIECE_BYTES))
     try:
         early.begin([source], 0)
         layouts = [run_blocking(source.layout(rank)) for rank in range(kit.WORLD)]
@@ -130,7 +131,7 @@ def test_no_more_buffers_than_a_filling_has(tmp_path: Path, monkeypatch: pytest.
     most: list[int] = []
 
     def aligned_buffer(nbytes: int) -> memoryview:
-        assert nbytes <= PIECE_BYTES + 2 * BLOCK
+        assert nbytes <= 2 * PIECE_BYTES + 2 * BLOCK
         view = aligned.aligned_buffer(nbytes)
         made.append(weakref.ref(view.obj))
         most.append(sum(ref() is not None for ref in made))

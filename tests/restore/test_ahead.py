@@ -16,7 +16,8 @@ from everstep import reading
 from everstep.backends import aligned
 from everstep.backends.localfs import LocalFiles
 from everstep.errors import Damaged, StateMismatch
-from everstep.store import ahead, fill
+from everstep.store import ahead, fill, pieces
+from everstep.store.pieces import InFlight
 
 MIB = 1 << 20
 WAIT_S = 20.0
@@ -76,7 +77,7 @@ def require_ones(live: dict[str, Any]) -> None:
 def test_reading_begins_before_the_plan_and_reads_nothing_twice(
     tmp_path: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "PIECE_BYTES", MIB)
+    monkeypatch.setattr(pieces, "FROM_FILES", InFlight(8, MIB))
     everstep.save(tmp_path, 1, state(1.0))
     begun: list[bool] = []
     when_planning(monkeypatch, lambda: begun.append(reads.began.wait(WAIT_S)))
@@ -99,13 +100,31 @@ def test_no_more_buffers_than_a_filling_has(tmp_path: Path, monkeypatch: pytest.
 
     for module in (ahead, fill):
         monkeypatch.setattr(module, "aligned_buffer", aligned_buffer)
-    monkeypatch.setattr(reading, "PARALLEL", 3)
-    monkeypatch.setattr(reading, "PIECE_BYTES", MIB)
+    monkeypatch.setattr(pieces, "FROM_FILES", InFlight(3, MIB))
     everstep.save(tmp_path, 1, state(1.0))
     live = state(2.0)
     everstep.load(tmp_path, into=live)
     require_ones(live)
     assert max(most) == 3
+
+
+def test_a_load_from_files_has_24_mib_of_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Any]] = []
+    most: list[int] = []
+
+    def aligned_buffer(nbytes: int) -> memoryview:
+        view = aligned.aligned_buffer(nbytes)
+        made.append(weakref.ref(view.obj))
+        most.append(sum(len(buffer) for ref in made if (buffer := ref()) is not None))
+        return view
+
+    for module in (ahead, fill):
+        monkeypatch.setattr(module, "aligned_buffer", aligned_buffer)
+    everstep.save(tmp_path, 1, {"w": torch.ones(16 * MIB)})
+    live = {"w": torch.zeros(16 * MIB)}
+    everstep.load(tmp_path, into=live)
+    assert bool((live["w"] == 1).all())
+    assert 16 * MIB <= max(most) <= 24 * MIB
 
 
 def test_what_is_read_for_nothing_ends_with_the_load(
