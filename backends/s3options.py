@@ -15,6 +15,7 @@ from botocore.session import Session
 from s3fs import S3FileSystem
 
 from .errors import Permanent, UnknownOption
+from .s3trust import Session as TrustingSession
 
 CONNECT_S = 10.0
 READ_S = 30.0
@@ -74,6 +75,8 @@ def session_options(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
     known = Config.OPTION_DEFAULTS
     ours = {name: value for name, value in ours.items() if name in known}
     ours["s3"] = {"payload_signing_enabled": False, **style, **dict(config.pop("s3", None) or {})}
+    if "http_session_cls" in _parameters(AioConfig.__init__):
+        ours["http_session_cls"] = TrustingSession
     config = {**ours, **config}
     try:
         AioConfig(**config)

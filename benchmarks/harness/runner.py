@@ -6,6 +6,7 @@ measured at both ends of a round. What fails is told by name, and the others go 
 
 from __future__ import annotations
 
+import compileall
 import datetime
 import os
 import time
@@ -101,6 +102,7 @@ class Run:
         load = os.getloadavg()[0]
         begun, started = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
         options = self.options
+        compile_everstep()
         with workspace(options.directory) as work:
             found = {}
             for workload in options.workloads:
@@ -285,6 +287,12 @@ class FloorFailed(RuntimeError):
     """What everything is set against could not be measured."""
 
 
+def compile_everstep() -> None:
+    """Everstep's modules as bytecode, as an installer leaves every package: else a process from a source tree, where
+    none may be kept (PYTHONDONTWRITEBYTECODE), compiles them anew, and first saves and loads are charged with it."""
+    compileall.compile_dir(Path(__file__).absolute().parents[2], quiet=2)
+
+
 def moves(work: str) -> bool:
     """Whether a work moves the state, so that it has a rate."""
     return work not in results.WORKS or results.WORKS[work].floor is not None
@@ -333,4 +341,4 @@ def disk(directory: Path) -> str:
     return f"{name}, {sectors * 512 / (1 << 30):.0f} GiB, {kind}"
 
 
-__all__ = ["FloorFailed", "LIMIT_S", "Options", "Run", "best_floors", "hardware"]
+__all__ = ["FloorFailed", "LIMIT_S", "Options", "Run", "best_floors", "compile_everstep", "hardware"]
