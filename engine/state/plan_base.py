@@ -9,8 +9,9 @@ import enum
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
@@ -83,7 +84,7 @@ class Extra:
     indices: frozenset[int]
 
 
-class Slot(NamedTuple):
+class Slot(msgspec.Struct, frozen=True):
     """Memory to fill: ``tensor`` (contiguous, on the CPU, unless the ledger says ``anywhere``) takes region ``box`` of
     entry ``index``."""
 
