@@ -145,10 +145,9 @@ def run(
         # What would be found out only after all was measured:
         if html_file is not None or png_directory is not None:
             charts.require()
-        _require_writable(*(path for path in (json_file, html_file) if path is not None))
-        if png_directory is not None:
-            _require_writable(png_directory / "aims.png")
-        _require_writable((directory or Path.cwd()) / ".everstep-bench")
+        page = png_directory / "aims.png" if png_directory is not None else None
+        scratch = (directory or Path.cwd()) / ".everstep-bench"
+        _require_writable(*(path for path in (scratch, json_file, html_file, page) if path is not None))
         options = Options(wanted, chosen, bool(named), size, directory, repeats, rounds)
         job = Run(options)
         signal.signal(signal.SIGTERM, _stop)
