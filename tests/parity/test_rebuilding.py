@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from everstep.errors import Damaged
 from everstep.format.hashing import chunk_hashes, image_root
 from everstep.format.vote import ImageRecord
 from everstep.memory.slots import Pinned
-from everstep.peers.described import PARITY_RANK, decode_described, group_of
+from everstep.peers.described import PARITY_RANK, Seat, decode_described, group_of
 from everstep.plan.parity import ParityGroup
 from everstep.rebuilding import RebuiltSource
 
@@ -120,12 +120,19 @@ def read(source: RebuiltSource, rank: int, image: str, offset: int, nbytes: int)
     return bytes(view)
 
 
-def make(directory: Path, source: random.Random, k: int, m: int, mapped: bool) -> Saved:
+def make(
+    directory: Path,
+    source: random.Random,
+    k: int,
+    m: int,
+    mapped: bool,
+    images: Callable[[Sequence[Seat], random.Random], Contents] = images_of,
+) -> Saved:
     with ExitStack() as stack:
         groups = group(directory, k + m, m, source)
         stack.callback(groups.close)
         nodes = next(groups)
-        contents = images_of(nodes[0].seats, source)
+        contents = images(nodes[0].seats, source)
         for node in nodes:
             node.save(KEY, contents)
         assert all(isinstance(root, bytes) for root in protect(nodes, KEY).values())
@@ -146,6 +153,17 @@ def test_every_pattern_of_loss(directory: Path, source: random.Random, k: int, m
     for size in range(1, m + 1):
         for lost in map(set, itertools.combinations(range(k + m), size)):
             saved.check(lost, saved.without(lost))
+
+
+def images_for_every_stripe(seats: Sequence[Seat], source: random.Random) -> Contents:
+    """So large that no node's block is empty: one that is can be lost for nothing."""
+    return {(rank, "model"): source.randbytes(9 * CHUNK) for seat in seats for rank in seat.ranks}
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize(("k", "m"), [(2, 1), (6, 2)])
+def test_one_loss_too_many(directory: Path, source: random.Random, k: int, m: int, mapped: bool) -> None:
+    saved = make(directory, source, k, m, mapped, images_for_every_stripe)
     too_many = set(range(m + 1))
     rebuilt = saved.without(too_many)
     rank, image = next(at for at in saved.contents if at[0] in saved.group.members[0].ranks)

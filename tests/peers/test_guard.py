@@ -106,9 +106,12 @@ def test_a_node_without_an_agent_holds_nobody_up(start: Start) -> None:
     try:
         job.snapshot(2)
         rank = job.ranks[0]
-        until(lambda: "unprotected" in rank.stages() and rank.complete == 2, "W without it")
-        told = [one for one in rank.heard if one.stage == "unprotected"]
-        assert any("n1" in one.error["message"] for one in told if one.error)
+
+        def is_told() -> bool:
+            told = [one.error for one in rank.heard if one.stage == "unprotected"]
+            return any("n1" in error["message"] for error in told if error)  # a busy machine has others late, too
+
+        until(lambda: is_told() and rank.complete == 2, "W without it")
         assert rank.protected == 1 and "peer_failed" not in rank.stages()
         job.ranks[0].snapshot(3)
         job.ranks[2].snapshot(3)
