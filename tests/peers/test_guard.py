@@ -108,6 +108,7 @@ def test_a_node_without_an_agent_holds_nobody_up(start: Start) -> None:
         rank = job.ranks[0]
 
         def is_told() -> bool:
+            rank.stages()  # hears what there is
             told = [one.error for one in rank.heard if one.stage == "unprotected"]
             return any("n1" in error["message"] for error in told if error)  # a busy machine has others late, too
 
