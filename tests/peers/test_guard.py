@@ -110,7 +110,9 @@ def test_a_node_without_an_agent_holds_nobody_up(start: Start) -> None:
         def is_told() -> bool:
             rank.stages()  # hears what there is
             told = [one.error for one in rank.heard if one.stage == "unprotected"]
-            return any("n1" in error["message"] for error in told if error)  # a busy machine has others late, too
+            return any(
+                "n1" in error["message"] for error in told if error
+            )  # a busy machine has others late, too
 
         until(lambda: is_told() and rank.complete == 2, "W without it")
         assert rank.protected == 1 and "peer_failed" not in rank.stages()
