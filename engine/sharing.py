@@ -39,7 +39,7 @@ from .ranks import Ranks
 from .store.ahead import Ahead
 from .store.blocking import run_blocking
 from .store.fill import FillReport, Image, fill, images_of
-from .store.pieces import FROM_OTHERS
+from .store.pieces import FROM_OTHERS, InFlight
 from .store.sources import Mapped, Source
 
 HALVES = 2
@@ -467,11 +467,9 @@ class _Sharing:
             for share in round_
             if share.reader == self._board.me
         ]
-        parallel = FROM_OTHERS.pieces
-        piece_bytes = max(PIECE_BYTES_MIN, sum(read.nbytes for read in shares) // parallel)
-        report = await fill(
-            self._sources, shares, {0: half}, headers=False, parallel=parallel, piece_bytes=piece_bytes
-        )
+        pieces = FROM_OTHERS.pieces
+        most = InFlight(pieces, max(PIECE_BYTES_MIN, sum(read.nbytes for read in shares) // pieces))
+        report = await fill(self._sources, shares, {0: half}, most=most, headers=False)
         report.nbytes = 0  # nothing has come to its place yet
         return report
 

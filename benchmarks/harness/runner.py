@@ -234,7 +234,7 @@ class _Rounds:
         looked = launch({**job, "memory": True}, ranks, self._run.options.limit_s)
         if looked.result is None:
             return Outcome(None, f"failed while memory was looked at: {looked.problem}")
-        wrong = {name: looked.result[name] for name in ("wrong",) if name in looked.result}
+        wrong = {"wrong": looked.result["wrong"]} if "wrong" in looked.result else {}
         return Outcome({**outcome.result, **wrong, "memory": looked.result["memory"]})
 
     def _report(self) -> WorkloadDict:

@@ -52,10 +52,10 @@ class Ahead:
     def begin(self, sources: Sequence[Source], rank: int) -> None:
         """Start to read the images of ``rank`` from the first of ``sources`` that has the rank, if that is a
         durable tier. What fails is told to whoever needs it."""
-        self.most = self.most or in_flight(sources)
+        most = self.most = self.most or in_flight(sources)
         first = next((source for source in sources if rank in source.ranks), None)
         if isinstance(first, DurableSource):
-            run_blocking(self._begin(first, rank))
+            run_blocking(self._begin(first, rank, most))
 
     def end(self) -> None:
         """Nothing is read any more, and no memory held, but for what was taken."""
@@ -79,16 +79,15 @@ class Ahead:
         early = self._early.get(_key(piece))
         return early is not None and piece.holders[0] is self._source and piece.nbytes <= early.nbytes
 
-    async def _begin(self, source: DurableSource, rank: int) -> None:
+    async def _begin(self, source: DurableSource, rank: int, most: InFlight) -> None:
         self._source = source
-        self._starting = asyncio.ensure_future(self._start(source, rank))
+        self._starting = asyncio.ensure_future(self._start(source, rank, most))
         await asyncio.wait([self._starting])
         await asyncio.sleep(START_S)
 
-    async def _start(self, source: DurableSource, rank: int) -> None:
+    async def _start(self, source: DurableSource, rank: int, most: InFlight) -> None:
         await source.expect(rank)  # what a load looks at before it can plan must not queue behind much
         records = await source.records(rank)
-        most = self.most or in_flight([source])
         places = list(islice(_places(records.values(), most.piece_bytes, source.chunk_bytes), most.pieces))
         # All memory first: mapping it would wait for reads that are just getting their pages.
         buffers = [aligned_buffer(buffer_bytes(record, nbytes)) for record, _, nbytes in places]

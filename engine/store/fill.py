@@ -25,6 +25,7 @@ from .asking import each
 from .bases import UNSERVED, lacking
 from .pieces import (
     Bad,
+    InFlight,
     Piece,
     buffer_bytes,
     copy_reads,
@@ -100,31 +101,29 @@ async def fill(
     reads: Sequence[Read],
     targets: Mapping[int, memoryview],
     *,
-    parallel: int | None = None,
-    piece_bytes: int | None = None,
+    most: InFlight | None = None,
     headers: bool = True,
     ahead: Ahead | None = None,
 ) -> FillReport:
     """Do the ``reads`` into ``targets`` (writable flat views by entry index), from ``sources`` of one
     checkpoint, best first.
 
-    The headers of the images that are used are proved too, unless ``headers`` is False. At most ``parallel``
-    pieces of ``piece_bytes`` are in memory: as ``ahead`` says, where pieces are read ahead; by default as
-    :func:`.pieces.in_flight` of the sources. On an error the targets
-    hold a mixture, of what was proved, what was read straight into them and was not, and what was there before. Raises
-    Damaged (naming object, offset, found, expected) when no source has a chunk right, Pruned, CannotTell, SlotGone.
+    The headers of the images that are used are proved too, unless ``headers`` is False. In memory are at most as many
+    pieces as ``ahead`` says, where some are read ahead, else ``most``; by default :func:`.pieces.in_flight` of the
+    sources. On an error the targets hold a mixture, of what was proved, what was read straight into them and was not,
+    and what was there before. Raises Damaged (naming object, offset, found, expected) when no source has a chunk right,
+    Pruned, CannotTell, SlotGone.
     """
     _check_sources(sources)
     report = FillReport()
-    ahead = ahead or Ahead()
+    ahead = ahead or Ahead(most)
     most = ahead.most or in_flight(sources)
-    parallel, piece_bytes = parallel or most.pieces, piece_bytes or most.piece_bytes
     images = await images_of(sources, reads, report, headers=headers)
-    pieces = iter(await ahead.first(list(_pieces(images, piece_bytes))))
-    with ThreadPoolExecutor(_threads(parallel), thread_name_prefix="everstep-fill") as pool:
+    pieces = iter(await ahead.first(list(_pieces(images, most.piece_bytes))))
+    with ThreadPoolExecutor(_threads(most.pieces), thread_name_prefix="everstep-fill") as pool:
         workers = [
-            asyncio.ensure_future(_work(pieces, ahead, targets, pool, report, piece_bytes))
-            for _ in range(parallel)
+            asyncio.ensure_future(_work(pieces, ahead, targets, pool, report, most.piece_bytes))
+            for _ in range(most.pieces)
         ]
         try:
             await asyncio.gather(*workers)

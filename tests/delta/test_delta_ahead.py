@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import shutil
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from everstep.backends import aligned
 from everstep.backends.aligned import BLOCK, is_aligned
 from everstep.backends.files import LocalBackend
 from everstep.backends.localfs import LocalFiles
@@ -26,6 +24,7 @@ from everstep.store.fill import FillReport
 from everstep.store.pieces import InFlight
 from everstep.store.sources import DurableSource, bases_at
 
+from tests.buffers import Buffers
 from tests.store import store_kit
 
 from . import kit
@@ -127,23 +126,15 @@ def test_base_and_delta_are_read_once_and_in_whole_blocks(
 
 
 def test_no_more_buffers_than_a_filling_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[weakref.ref[Any]] = []
-    most: list[int] = []
-
-    def aligned_buffer(nbytes: int) -> memoryview:
-        assert nbytes <= 2 * PIECE_BYTES + 2 * BLOCK
-        view = aligned.aligned_buffer(nbytes)
-        made.append(weakref.ref(view.obj))
-        most.append(sum(ref() is not None for ref in made))
-        return view
+    found: list[Buffers] = []
 
     def prepare(path: Path) -> list[str]:
-        for module in (ahead, fill, bases):
-            monkeypatch.setattr(module, "aligned_buffer", aligned_buffer)
+        found.append(Buffers(monkeypatch, ahead, fill, bases))
         return ["run"]
 
     loaded(tmp_path, prepare)
-    assert max(most) == PIECES
+    assert found[0].most == PIECES
+    assert found[0].largest <= 2 * PIECE_BYTES + 2 * BLOCK
 
 
 def damage(path: Path, at: int) -> None:

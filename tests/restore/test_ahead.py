@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +12,12 @@ import everstep
 import pytest
 import torch
 from everstep import reading
-from everstep.backends import aligned
 from everstep.backends.localfs import LocalFiles
 from everstep.errors import Damaged, StateMismatch
 from everstep.store import ahead, fill, pieces
 from everstep.store.pieces import InFlight
+
+from tests.buffers import Buffers
 
 MIB = 1 << 20
 WAIT_S = 20.0
@@ -89,42 +89,22 @@ def test_reading_begins_before_the_plan_and_reads_nothing_twice(
 
 
 def test_no_more_buffers_than_a_filling_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[weakref.ref[Any]] = []
-    most: list[int] = []
-
-    def aligned_buffer(nbytes: int) -> memoryview:
-        view = aligned.aligned_buffer(nbytes)
-        made.append(weakref.ref(view.obj))
-        most.append(sum(ref() is not None for ref in made))
-        return view
-
-    for module in (ahead, fill):
-        monkeypatch.setattr(module, "aligned_buffer", aligned_buffer)
+    buffers = Buffers(monkeypatch, ahead, fill)
     monkeypatch.setattr(pieces, "FROM_FILES", InFlight(3, MIB))
     everstep.save(tmp_path, 1, state(1.0))
     live = state(2.0)
     everstep.load(tmp_path, into=live)
     require_ones(live)
-    assert max(most) == 3
+    assert buffers.most == 3
 
 
 def test_a_load_from_files_has_24_mib_of_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[weakref.ref[Any]] = []
-    most: list[int] = []
-
-    def aligned_buffer(nbytes: int) -> memoryview:
-        view = aligned.aligned_buffer(nbytes)
-        made.append(weakref.ref(view.obj))
-        most.append(sum(len(buffer) for ref in made if (buffer := ref()) is not None))
-        return view
-
-    for module in (ahead, fill):
-        monkeypatch.setattr(module, "aligned_buffer", aligned_buffer)
+    buffers = Buffers(monkeypatch, ahead, fill)
     everstep.save(tmp_path, 1, {"w": torch.ones(16 * MIB)})
     live = {"w": torch.zeros(16 * MIB)}
     everstep.load(tmp_path, into=live)
     assert bool((live["w"] == 1).all())
-    assert 16 * MIB <= max(most) <= 24 * MIB
+    assert 16 * MIB <= buffers.most_bytes <= 24 * MIB
 
 
 def test_what_is_read_for_nothing_ends_with_the_load(

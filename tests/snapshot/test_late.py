@@ -49,13 +49,18 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 def begin(
-    arena_for: ArenaFor, tensors: dict[str, torch.Tensor], late: Any
+    arena_for: ArenaFor,
+    tensors: dict[str, torch.Tensor],
+    late: Any,
+    addresses: Sequence[int] | None = None,
 ) -> tuple[Arena, WriteSlot, LateCopy]:
     plan = plan_of({"model": tensors})
     arena = arena_for(plan)
     slot = arena.begin(1, 1, complete=None)
     assert slot is not None
-    started = Copier().copy(slot, plan, list(tensors.values()), state=b"s", meta=b"m", late=late)
+    started = Copier().copy(
+        slot, plan, list(tensors.values()), state=b"s", meta=b"m", late=late, addresses=addresses
+    )
     assert started is not None
     return arena, slot, started
 
@@ -202,22 +207,7 @@ def by_address(
     arena_for: ArenaFor, tensors: dict[str, torch.Tensor], late: Any
 ) -> tuple[Arena, WriteSlot, LateCopy]:
     """As :func:`begin`, of tensors that are known to be as the layout says."""
-    plan = plan_of({"model": tensors})
-    arena = arena_for(plan)
-    slot = arena.begin(1, 1, complete=None)
-    assert slot is not None
-    leaves = list(tensors.values())
-    started = Copier().copy(
-        slot,
-        plan,
-        leaves,
-        state=b"s",
-        meta=b"m",
-        late=late,
-        addresses=[leaf.data_ptr() for leaf in leaves],
-    )
-    assert started is not None
-    return arena, slot, started
+    return begin(arena_for, tensors, late, [tensor.data_ptr() for tensor in tensors.values()])
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from everstep.memory.process import Process
 from everstep.plan.reads import Read, plan_reads
 from everstep.store.fill import fill
 from everstep.store.flush import FlushJob, flush_rank
+from everstep.store.pieces import InFlight
 from everstep.store.rotate import rotate
 from everstep.store.sources import ArenaSource, DurableSource
 from hypothesis import given
@@ -91,7 +92,7 @@ def test_every_read_arrives_and_no_chunk_is_read_twice(
         reads.append(Read(index, 0, "i", start, count, 3))
         targets[index] = memoryview(bytearray(count + 5))
 
-    report = asyncio.run(fill([source], reads, targets, parallel=2, piece_bytes=piece_bytes))  # type: ignore[list-item]
+    report = asyncio.run(fill([source], reads, targets, most=InFlight(2, piece_bytes)))  # type: ignore[list-item]
     for read, target in zip(reads, targets.values(), strict=True):
         wanted = content[read.image_offset : read.image_offset + read.nbytes]
         assert bytes(target) == bytes(3) + wanted + bytes(2)
@@ -140,7 +141,7 @@ def test_runs_at_equal_distances_arrive(
     source = BytesSource(content, chunk_bytes)
     if mapped:
         source.mapped = lambda rank, image: memoryview(content)  # type: ignore[method-assign]
-    report = asyncio.run(fill([source], reads, targets, parallel=2, piece_bytes=piece_bytes))  # type: ignore[list-item]
+    report = asyncio.run(fill([source], reads, targets, most=InFlight(2, piece_bytes)))  # type: ignore[list-item]
     assert [bytes(target) for target in targets.values()] == wanted
     assert report.nbytes == sum(read.total for read in reads)
     touched = {
