@@ -368,7 +368,7 @@ class Checkpointer:
 
     def _check_usable(self) -> None:
         if self._closed:
-            raise Closed("this checkpointer was closed", hint="Make a new one.")
+            raise opened.why_closed(self._place.url, self)
         if os.getpid() != self._pid:
             raise Closed("this checkpointer belongs to another process", hint="Make one in this process.")
 

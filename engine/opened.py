@@ -10,7 +10,7 @@ import warnings
 import weakref
 from typing import Protocol
 
-from .errors import EverstepError
+from .errors import Closed, EverstepError
 
 
 class Opened(Protocol):
@@ -57,6 +57,20 @@ def remove(url: str, one: Opened) -> None:
         if _newest.get(url) is one:
             del _newest[url]
         _writing.pop(one, None)
+
+
+def why_closed(url: str, one: Opened) -> Closed:
+    """What is told to whoever goes on using ``one``, which is closed: that another took its place, if it is so."""
+    with _lock:
+        newer = _newest.get(url)
+    if newer is None or newer is one:
+        return Closed("this checkpointer was closed", hint="Make a new one.")
+    return Closed(
+        "this checkpointer was closed, and another was made for its run in this process",
+        found=f"two for {url}",
+        expected="one checkpointer per run and process",
+        hint="Use the newer one, or give the two runs of their own.",
+    )
 
 
 def is_open_here(url: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from everstep.benchmarks.harness import processes, results, runner, systems, worker, workloads
+from everstep.benchmarks.harness import processes, results, runner, systems, words, worker, workloads
 from everstep.benchmarks.harness.api import WORKS
 from everstep.benchmarks.harness.runner import Options, Run
 from everstep.benchmarks.harness.workloads import ALL
@@ -324,6 +325,14 @@ def test_everstep_must_not_fail() -> None:
         "gpt-fp32, everstep: cold load 1: 2 of 580 tensors",
         "gpt-fp32, everstep-overlap: failed: OSError: no room",
     ]
+
+
+def test_modules_are_compiled_although_python_may_keep_no_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    kept = Path(importlib.util.cache_from_source(str(words.__file__)))
+    kept.unlink(missing_ok=True)
+    runner.compile_everstep()
+    assert kept.is_file()
 
 
 def arenas_of(directory: Path) -> Path:

@@ -163,13 +163,15 @@ def test_in_one_process_the_second_opening_closes_the_first(root: Path) -> None:
     first.step(1, {"n": 1})
     second = opened(root)
     assert steps_on_disk(root) == [1], "closing made the newest snapshot durable"
-    with pytest.raises(errors.Closed):
+    with pytest.raises(errors.Closed, match="another was made for its run"):
         first.step(2, {"n": 2})
     assert second.load({"n": 0}) == 1
     second.step(2, {"n": 2})
     with pytest.raises(errors.RunInUse):
         everstep.save(root, 9, {"n": 9})
     second.close()
+    with pytest.raises(errors.Closed, match=r"was closed\. Make a new one"):
+        second.step(3, {"n": 3})
     everstep.save(root, 9, {"n": 9})
     assert everstep.load(root)["n"] == 9
 
