@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .frame import FAILED, USAGE, answering, command, human_bytes, json_option, progress, table
+from .options import mebibytes
 
 if TYPE_CHECKING:
     from everstep.benchmarks.harness.compare import Comparison
@@ -93,7 +94,10 @@ Example:
     help="Only these; also package.module:Class, an adapter of your own. Default: all that are installed.",
 )
 @click.option(
-    "--size", type=click.IntRange(1, 1 << 20), help="Size of each state in MiB. Default: the workload's own."
+    "--size",
+    metavar="MIB",
+    callback=mebibytes,
+    help='Size of each state, in MiB or as "2GiB". Default: the workload\'s own.',
 )
 @click.option(
     "--dir",

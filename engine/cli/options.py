@@ -16,6 +16,9 @@ UNITS_BYTES = {
     "MiB": 1 << 20,
     "GiB": 1 << 30,
 }
+MIB = UNITS_BYTES["MiB"]
+SIZE_MAX = 1 << 40
+"""Bytes of the largest state that is measured."""
 
 
 def duration(ctx: click.Context, param: click.Parameter, text: str | None) -> float | None:
@@ -40,10 +43,28 @@ def rate(ctx: click.Context, param: click.Parameter, text: str | None) -> float 
     """Bytes (per second), from "200MiB", "1GB" or "1000000"."""
     if text is None:
         return None
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG]i?B|)", text)
-    if found is None or float(found[1]) <= 0:
+    found = _bytes(text, "")
+    if found is None or found <= 0:
         raise click.BadParameter(f"{text!r} is no rate such as 200MiB, 1GB or 1000000 (bytes per second)")
-    return float(found[1]) * UNITS_BYTES[found[2]]
+    return found
+
+
+def mebibytes(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
+    """Whole MiB, at least one and at most a TiB, from "512", "512MiB" or "2GiB"."""
+    if text is None:
+        return None
+    found = _bytes(text, "MiB")
+    if found is None or found % MIB or not MIB <= found <= SIZE_MAX:
+        raise click.BadParameter(
+            f"{text!r} is no size such as 512, 512MiB or 2GiB: whole MiB, at most 1024GiB"
+        )
+    return int(found) // MIB
+
+
+def _bytes(text: str, unit: str) -> float | None:
+    """Bytes, from a number and one of :data:`UNITS_BYTES`, without one in ``unit``; None from anything else."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG]i?B|)", text)
+    return None if found is None else float(found[1]) * UNITS_BYTES[found[2] or unit]
 
 
 def share(ctx: click.Context, param: click.Parameter, text: str | None) -> float | None:

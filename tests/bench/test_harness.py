@@ -12,12 +12,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from everstep.benchmarks.harness import processes, results, runner, systems, words, worker, workloads
 from everstep.benchmarks.harness.api import WORKS
 from everstep.benchmarks.harness.runner import Options, Run
 from everstep.benchmarks.harness.workloads import ALL
+from everstep.cli import harness
 from everstep.cli.harness import as_text, ours_failed
+from everstep.cli.options import mebibytes
 from everstep.memory.process import Process
 from everstep.places import locate
 from reports import example
@@ -294,6 +297,19 @@ def test_list() -> None:
     for system in said["systems"].values():
         assert system["meaning"] and set(system["works"]) and "missing" in system
     assert said["systems"]["safetensors"]["missing"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "mib"), [("4", 4), ("4MiB", 4), ("0.5 GiB", 512), ("1024GiB", 1 << 20), (None, None)]
+)
+def test_sizes_are_mebibytes_or_have_a_unit(text: str | None, mib: int | None) -> None:
+    assert mebibytes(click.Context(harness.run), harness.run.params[0], text) == mib
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "0.5", "1KB", "1MB", "4mib", "", "1025GiB", "nan"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="is no size such as 512, 512MiB or 2GiB"):
+        mebibytes(click.Context(harness.run), harness.run.params[0], text)
 
 
 def test_every_system_says_what_it_is() -> None:
