@@ -167,3 +167,19 @@ def test_agents_without_trainers_end_though_nothing_can_be_kept(job: Job) -> Non
     assert time.monotonic() - since < ENDS_S
     told = [line for line in sender.log().splitlines() if "not a directory" in line]
     assert 1 <= len(told) <= 8, told
+
+
+@pytest.mark.timeout(120)
+def test_an_agent_that_cannot_keep_does_not_stay_for_those_who_go_on_sending(job: Job) -> None:
+    job.snapshot(1)
+    job.await_complete(1)
+    sender, keeper = job.nodes
+    shutil.rmtree(keeper.arenas)
+    keeper.arenas.write_text("no directory")
+    job.ranks[0].snapshot(2)
+    until(lambda: "not a directory" in (sender.status()["holders"]["n1"]["error"] or ""), "the reason")
+    agent = keeper.agent()
+    job.ranks[1].client.bye(timeout_s=SOON_S, flush=False)
+    job.ranks[1].client.close()
+    until(lambda: agent is None or not agent.alive(), "the end of the agent", ENDS_S)
+    assert sender.agent() is not None
