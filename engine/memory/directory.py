@@ -26,13 +26,18 @@ def arena_dir(base: Path, run_key: str) -> Path:
     OwnershipError."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", run_key):
         raise BadOption("run key", found=run_key, expected="1 to 64 letters, digits, - or _")
-    path = base
-    for part in (f"everstep-{os.geteuid()}", run_key):
-        path = path / part
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path, 0o700)
-        _check_private(path)
+    path = base / f"everstep-{os.geteuid()}" / run_key
+    private_dir(path)
     return path
+
+
+def private_dir(path: Path) -> None:
+    """Make ``path``, and the directory in which it lies, if absent: mode 0700, ours, never a symbolic link.
+    OwnershipError."""
+    for part in (path.parent, path):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(part, 0o700)
+        _check_private(part)
 
 
 def _check_private(path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from everstep.errors import EverstepError, PeerLost
 from everstep.memory.slots import Pinned
 
+from .failing import own_failures
 from .keeper import Keeper
 from .link import Link
 from .messages import Complete, Message, Mode, expect, failed
@@ -164,13 +165,14 @@ def _ask_for_room(guard: Guard, name: str) -> None:
         guard.drop_link(link)
 
 
-def answer_reserve(keeper: Keeper, link: Link, message: Reserve) -> None:
-    """Have memory for the ranks of another node, and say so."""
+def answer_reserve(keeper: Keeper, node: str, link: Link, message: Reserve) -> None:
+    """Have memory for the ranks of another node on ``node``, and say so, or why not."""
     try:
         if message.adopted is not None:
             keeper.completed(message.adopted)
-        for rank, slot_bytes in message.ranks:
-            keeper.reserve(rank, slot_bytes, message.chunk_bytes)
+        with own_failures(node, f"it cannot make room for snapshots of node {link.peer}"):
+            for rank, slot_bytes in message.ranks:
+                keeper.reserve(rank, slot_bytes, message.chunk_bytes)
     except EverstepError as error:
         link.send(failed(error))
         return

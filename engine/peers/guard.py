@@ -14,7 +14,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from everstep.memory.errors import ArenaGone, SlotGone
 from everstep.memory.slots import Pinned, SnapshotInfo
 
 from .duties import ReplicaDuty, Reserve, answer_reserve, reserve_at_spare
+from .failing import own_failure
 from .hub import NO_STEP, Hear, Hub
 from .keeper import Keeper
 from .lending import Lender
@@ -37,6 +38,7 @@ from .nodemap import NodeMap
 from .parity import ParityOffer, parity_duties
 from .paritykeeper import ParityKeeper
 from .rate import Rate
+from .shelf import is_removed
 from .telling import is_logged, newest_in, spares_of, step_or_none, text_of
 
 log = logging.getLogger("everstep.peers")
@@ -69,7 +71,8 @@ class Duty(Protocol):
 
     def protect(self, key: Key, pins: dict[int, Pinned]) -> None:
         """With the pinned and sealed snapshots of all local ranks. Called from one thread, again after it raised.
-        Raises EverstepError or OSError; Closed with ``left`` if there is nothing to do for this duty ever again."""
+        Raises EverstepError, OSError (of this node itself); Closed with ``left`` if there is nothing to do for it any
+        more."""
         ...
 
     def close(self) -> None:
@@ -112,7 +115,14 @@ class _Post:
     error: Wire | None = None
     failures: int = 0
     """In a row."""
+    moved: int = 0
+    """How far the duty had come when it failed last."""
     over: bool = False
+
+    @property
+    def hopeful(self) -> bool:
+        """Whether the last try has not failed, or this one has come further than any before."""
+        return self.error is None or self.duty.moved > self.moved
 
 
 class Guard:
@@ -126,7 +136,7 @@ class Guard:
         self.complete = NO_STEP
         self.protected = NO_STEP
         self.last_work = time.monotonic()
-        """When something was sent or received last."""
+        """When something was sent, kept or asked for last. A try that comes no further than the last is no work."""
         self.told = told
         self._changed = threading.Condition()
         self._sealing = threading.Lock()
@@ -154,6 +164,8 @@ class Guard:
         self.over = False
         """Whether the trainers have left, with everything durable."""
         self._spare_for = 0
+        self._unkept: set[str] = set()
+        """Nodes that sent last what is not kept, or not yet."""
 
     def _make_duties(self) -> list[Duty]:
         """One for each node that keeps this one's snapshots, or parity of them."""
@@ -235,10 +247,11 @@ class Guard:
 
     @property
     def busy(self) -> bool:
-        """Whether something is to be sent that can be: trainers may be gone, their last snapshots are not safe yet."""
+        """Whether something is to be sent that can be: trainers may be gone, their last snapshots are not safe yet.
+        What failed is tried again, but nobody stays for it."""
         if self.over or self.end.is_set():
             return False
-        return any(self._next(post) is not None and post.error is None for post in self._posts)
+        return any(self._next(post) is not None and post.hopeful for post in self._posts)
 
     def status(self) -> dict[str, Any]:
         """Plain values, for people and tests."""
@@ -320,25 +333,36 @@ class Guard:
         return hub
 
     def _take_reserve(self, link: Link, message: Reserve) -> None:
-        answer_reserve(self.keeper, link, message)
+        answer_reserve(self.keeper, self.terms.name, link, message)
 
     def _take_offer(self, link: Link, offer: Offer) -> None:
-        self.last_work = time.monotonic()
-        if self.over:
-            raise Closed("the trainers of this node have left", node=self.terms.name, left=True)
-        self._check_offer(offer)
-        self.keeper.receive(link, offer)
-        self.last_work = time.monotonic()
+        with self._taking(link.peer) as taken:
+            self._check_offer(offer)
+            if self.keeper.receive(link, offer):
+                taken()
 
     def _take_parity(self, link: Link, offer: ParityOffer) -> None:
-        self.last_work = time.monotonic()
-        if self.over:
-            raise Closed("the trainers of this node have left", node=self.terms.name, left=True)
-        self._check_offer(offer)
-        self.parity.receive(link, offer)
-        self.last_work = time.monotonic()
+        with self._taking(link.peer) as taken:
+            self._check_offer(offer)
+            self.parity.receive(link, offer)
+            taken()
+
+    @contextlib.contextmanager
+    def _taking(self, peer: str) -> Iterator[Callable[[], None]]:
+        """Gives what to call once it is kept. After one that was not, the next is work only once it is."""
+        if peer not in self._unkept:
+            self.last_work = time.monotonic()
+        self._unkept.add(peer)
+
+        def taken() -> None:
+            self._unkept.discard(peer)
+            self.last_work = time.monotonic()
+
+        yield taken
 
     def _check_offer(self, offer: Offer | ParityOffer) -> None:
+        if self.over:
+            raise Closed("the trainers of this node have left", node=self.terms.name, left=True)
         if offer.incarnation < self.terms.incarnation:
             raise PeerLost(
                 "a peer sends snapshots of a former incarnation",
@@ -458,7 +482,8 @@ class Guard:
                 pins[rank] = stack.enter_context(self._pin(list(arenas), step))
             for pin in pins.values():
                 self._seal(pin)
-            self.last_work = time.monotonic()
+            if post.hopeful:
+                self.last_work = time.monotonic()
             post.duty.protect((self.terms.incarnation, step), pins)
             self.last_work = time.monotonic()
         with self._changed:
@@ -483,14 +508,12 @@ class Guard:
                 pin.seal(records)
 
     def _failed(self, post: _Post, step: int, error: Exception) -> None:
-        """The hub decides when training does not wait for it any more."""
+        """The hub decides when training does not wait for it any more. What is no EverstepError is this node's own."""
         if not isinstance(error, EverstepError):
             if not isinstance(error, OSError) and is_logged(post.failures + 1):
                 log.exception("a duty failed")
-            error = PeerLost(
-                f"step {step} could not be sent to node {post.duty.name}",
-                found=f"{type(error).__name__}: {error}",
-                node=post.duty.name,
+            error = own_failure(
+                self.terms.name, f"step {step} could not be sent to node {post.duty.name}", error
             )
         self._note(post, step, error)
 
@@ -501,7 +524,7 @@ class Guard:
             log.warning("node %s, step %d, try %d: %s", post.duty.name, step, post.failures, error)
         with self._changed:
             first = post.error is None
-            post.error = error.to_wire()
+            post.error, post.moved = error.to_wire(), post.duty.moved
             self._changed.notify_all()
         if first:
             self.told("peer_failed", step, post.error)
@@ -522,7 +545,7 @@ class Guard:
         for arenas in self._arenas.values():
             for arena in list(arenas):
                 with contextlib.suppress(ArenaGone):
-                    if arena is not arenas[0] and _is_removed(arena):
+                    if arena is not arenas[0] and is_removed(arena):
                         arenas.remove(arena)
                         continue
                     if self.protected >= 0:
@@ -575,8 +598,3 @@ class Guard:
         """Whether the end came meanwhile."""
         with self._changed:
             return self._changed.wait_for(lambda: self.end.is_set(), seconds)
-
-
-def _is_removed(arena: Arena) -> bool:
-    path = arena.info.path
-    return path is not None and not path.exists()

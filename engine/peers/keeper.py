@@ -40,6 +40,7 @@ from everstep.memory.slots import Pinned, Purpose, SnapshotInfo
 from everstep.plan.room import GROWTH
 from everstep.store.proving import check_record
 
+from .failing import own_failures
 from .link import Link
 from .messages import Kept, Need, Offer, failed
 from .proving import Prover, state_last
@@ -167,12 +168,14 @@ class Keeper:
 
     # -- what other agents send
 
-    def receive(self, link: Link, offer: Offer) -> None:
-        """Keep what is offered, and answer: Kept, or Failed with the reason. On the connection's thread. Raises
-        PeerLost if the connection breaks: nothing of the snapshot stays then, but the former one does."""
+    def receive(self, link: Link, offer: Offer) -> bool:
+        """Keep what is offered, and answer: Kept, or Failed with the reason, an error of this node's memory among
+        them. Whether it is kept. On the connection's thread. Raises PeerLost if the connection breaks: nothing of the
+        snapshot stays then, but the former one does."""
         try:
             records = self._check(offer)
-            with self._occupied(offer.rank, link) as shelf:
+            what = f"it cannot keep step {offer.step} of rank {offer.rank}"
+            with self._occupied(offer.rank, link) as shelf, own_failures(self._place.node, what):
                 root = self._keep(link, offer, records, shelf)
         except PeerLost:
             raise
@@ -183,10 +186,11 @@ class Keeper:
             if is_logged(times):
                 log.warning("a snapshot of rank %s is not kept (%d times now): %s", offer.rank, times, error)
             link.send(failed(error))
-        else:
-            self._refused.pop(offer.rank, None)
-            points.reach("keeper.kept.before", str(offer.step))
-            link.send(Kept(root))
+            return False
+        self._refused.pop(offer.rank, None)
+        points.reach("keeper.kept.before", str(offer.step))
+        link.send(Kept(root))
+        return True
 
     def _keep(self, link: Link, offer: Offer, records: Sequence[ImageRecord], shelf: Shelf) -> bytes:
         """The root over the records of what is held now."""

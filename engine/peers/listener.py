@@ -13,10 +13,12 @@ from typing import Any
 from everstep.errors import CapacityError, EverstepError
 
 from .address import unusable
+from .failing import own_failure
 from .greeting import answer, check_name
 from .link import Link
 from .messages import Message, failed, unexpected
-from .stream import IO_S, LOST, Stream, opened, secured, set_options
+from .stream import IO_S, Stream, opened, secured, set_options
+from .telling import is_logged
 from .tls import tls_settings
 
 log = logging.getLogger("everstep.peers")
@@ -80,7 +82,9 @@ class Listener:
         self._lock = threading.Lock()
         self._strangers = threading.Semaphore(STRANGERS_MAX)
         self._serving = 0
-        """Guarded by ``_lock``, like the next two."""
+        """Guarded by ``_lock``, like the next three."""
+        self._failures = 0
+        """Of this side itself, while it served."""
         self._streams: set[Stream] = set()
         self._threads: set[threading.Thread] = set()
         self._closing = threading.Event()
@@ -162,7 +166,7 @@ class Listener:
             with self._place(link) as served:
                 while served and not self._closing.is_set():
                     self._handle(link, link.receive(self._idle_s))
-        except (EverstepError, *LOST) as error:
+        except EverstepError as error:  # whoever is to know was told; a lost connection is PeerLost
             log.debug("everstep: peers: a connection ended: %s", error)
         except Exception:
             log.exception("everstep: peers: a connection failed")
@@ -201,6 +205,20 @@ class Listener:
             if not link.closed:
                 link.send(failed(error))
             raise
+        except Exception as error:
+            # Not the connection's: a link makes PeerLost of that. So it is an answer, and the end in order.
+            said = own_failure(
+                self.me, f"{type(message).__name__} of node {link.peer} could not be served", error
+            )
+            with self._lock:
+                self._failures += 1
+                times = self._failures
+            if is_logged(times):
+                trace = None if isinstance(error, OSError) else error
+                log.warning("everstep: peers: %s (%d such failures now)", said, times, exc_info=trace)
+            if not link.closed:
+                link.send(failed(said))
+            raise said from error
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -8,6 +8,7 @@ broke, or whose agent was started anew, send the rest; where this agent was, all
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from pathlib import Path
@@ -25,11 +26,14 @@ from everstep.plan.room import GROWTH
 from everstep.store.proving import check_record
 
 from .described import ImageOf, check_group, check_images_of, decode_described
+from .failing import own_failures
 from .link import Link
 from .messages import Kept
 from .parity import PIECE_BYTES, WAIT_S, ParityOffer, Waits, Wanted, pieces
-from .shelf import SLOTS, Place, fits
+from .shelf import SLOTS, Place, fits, is_removed
 from .stripes import Building, Key, Records
+
+log = logging.getLogger("everstep.peers")
 
 WORDS = 8
 """A member that has to wait hears of it so often in the time for which it would wait without a word."""
@@ -121,6 +125,18 @@ class ParityKeeper:
             self._drop_outgrown()
             self._changed.notify_all()
 
+    def _forget_removed(self) -> None:
+        """Let go of what somebody removed, unless it is being written to: nobody would find it."""
+        for arena in [one for one in (self._arena, *self._outgrown) if one is not None and is_removed(one)]:
+            if arena is not self._arena:
+                self._outgrown.remove(arena)
+            elif self._slot is None and not self._sealing:
+                self._arena = None
+            else:
+                continue
+            log.warning("parity is lost: %s was removed", arena.info.path)
+            _remove(arena)
+
     def _drop_outgrown(self) -> None:
         for arena in list(self._outgrown):
             if self._complete is not None and (_newest(arena) or (0, 0)) < self._complete:
@@ -198,6 +214,7 @@ class ParityKeeper:
         anything else is of no use, and goes."""
         with self._changed:
             self._check_open()
+            self._forget_removed()
             if self._sealing or self._arena is None:
                 return None
             for info in self._arena.snapshots():
@@ -258,24 +275,32 @@ class ParityKeeper:
             return True
         if building.waits_for:
             return False
+        what = f"it cannot make parity of step {building.key[1]}"
         try:
-            regions = building.regions()
-            need = sum(aligned(nbytes) for _, nbytes in regions)
-            arena = self._arena
-            if arena is None or not fits(arena.info, need, building.chunk_bytes):
-                arena = self._reserve(need if arena is None else int(need * GROWTH), building.chunk_bytes)
-            incarnation, step = building.key
-            if (arena.info.incarnation, arena.info.world) != (incarnation, world):
-                self._place.take(arena, incarnation=incarnation, world=world)
-            slot = arena.begin(incarnation, step, complete=self._complete)
-            if slot is None:
-                return False
-            self._slot = slot
-            building.start(slot.place(regions))
+            with own_failures(self._node, what):
+                begun = self._begin(building, world)
         except EverstepError as error:
             self._give_up(error)
             raise
-        self._changed.notify_all()
+        if begun:
+            self._changed.notify_all()
+        return begun
+
+    def _begin(self, building: Building, world: int) -> bool:
+        regions = building.regions()
+        need = sum(aligned(nbytes) for _, nbytes in regions)
+        self._forget_removed()
+        arena = self._arena
+        if arena is None or not fits(arena.info, need, building.chunk_bytes):
+            arena = self._reserve(need if arena is None else int(need * GROWTH), building.chunk_bytes)
+        incarnation, step = building.key
+        if (arena.info.incarnation, arena.info.world) != (incarnation, world):
+            self._place.take(arena, incarnation=incarnation, world=world)
+        slot = arena.begin(incarnation, step, complete=self._complete)
+        if slot is None:
+            return False
+        self._slot = slot
+        building.start(slot.place(regions))
         return True
 
     def _take_all(self, link: Link, building: Building, position: int, turn: int) -> None:
@@ -338,8 +363,13 @@ class ParityKeeper:
             pin = arena.pin(slot.index, slot.generation, purpose=Purpose.REPLICATE)
             self._changed.release()
             try:  # hashing takes a while; others may come and wait meanwhile
-                with pin:
-                    building.root = _sealed_root(pin)
+                with pin, own_failures(self._node, f"it cannot seal parity of step {building.key[1]}"):
+                    root = _sealed_root(pin)
+                if is_removed(arena):
+                    raise AgentError(
+                        "the parity that was made lies in a file that was removed", node=self._node
+                    )
+                building.root = root
             finally:
                 self._changed.acquire()
             self._building, self._slot = None, None

@@ -4,19 +4,22 @@ what must not be lost."""
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from everstep.errors import EverstepError
+from everstep.errors import AgentError, EverstepError
 from everstep.format.vote import ImageRecord
 from everstep.memory import points
 from everstep.memory.arena import Arena
-from everstep.memory.directory import find_arenas
+from everstep.memory.directory import find_arenas, private_dir
 from everstep.memory.header import Kind, aligned
 from everstep.memory.info import ArenaInfo
 from everstep.memory.process import Process
 from everstep.memory.slots import Purpose, SlotState, SnapshotInfo, WriteSlot
+
+log = logging.getLogger("everstep.peers")
 
 SLOTS = 2
 """Of an arena with what others send: the newer snapshot is written while the older one stands."""
@@ -37,7 +40,9 @@ class Place:
     run_id: str
 
     def create(self, kind: Kind, rank: int, slot_bytes: int, chunk_bytes: int) -> Arena:
-        """A new one, this process's. MemoryTooSmall."""
+        """A new one, this process's, in the directory, which is made anew where it was removed. MemoryTooSmall;
+        OwnershipError where another user has that name; OSError."""
+        private_dir(self.directory)
         arena = Arena.create(
             self.directory,
             run_key=self.run_key,
@@ -74,11 +79,12 @@ class Shelf:
 
     def fits(self, slot_bytes: int, chunk_bytes: int) -> bool:
         """Whether the present arena's slots have that room."""
-        return self._arenas != [] and fits(self._arenas[-1].info, slot_bytes, chunk_bytes)
+        present = self.current
+        return present is not None and not is_removed(present) and fits(present.info, slot_bytes, chunk_bytes)
 
     def reserve(self, slot_bytes: int, chunk_bytes: int, complete: Key | None) -> None:
         """Have slots of at least ``slot_bytes``: those that a former agent of this node left, or new ones. What holds
-        the newest snapshot is kept beside them. MemoryTooSmall; RunInUse where a living process has them."""
+        the newest snapshot is kept beside them. MemoryTooSmall; RunInUse where a living process has them; OSError."""
         self._look()
         if self.fits(slot_bytes, chunk_bytes):
             return
@@ -128,6 +134,13 @@ class Shelf:
             with contextlib.suppress(EverstepError):
                 arena.discard(slot.index, slot.generation)
             raise
+        if is_removed(arena):
+            raise AgentError(
+                f"what node {self._place.node} was to keep of rank {self._rank} lies in a file that was removed",
+                found=f"{arena.info.path} is gone",
+                expected="that nobody removes what a running agent keeps",
+                node=self._place.node,
+            )
         self.tidy(complete)
 
     def tidy(self, complete: Key | None) -> None:
@@ -152,7 +165,11 @@ class Shelf:
                 self._arenas.pop().close()
 
     def _look(self) -> None:
-        """Once: take over what a former agent of this node left."""
+        """Once: take over what a former agent of this node left. Let go of what somebody removed: nobody would find it,
+        so it must not count as kept."""
+        for arena in [one for one in self._arenas if is_removed(one)]:
+            log.warning("what was kept of rank %d is lost: %s was removed", self._rank, arena.info.path)
+            self._remove(arena)
         if self._looked:
             return
         for info in find_arenas(self._place.directory, Kind.HELD):
@@ -193,6 +210,12 @@ class Shelf:
         self._arenas.remove(arena)
         arena.unlink()
         arena.close()
+
+
+def is_removed(arena: Arena) -> bool:
+    """Whether somebody removed the arena's file: it is still mapped here, but nobody finds it."""
+    path = arena.info.path
+    return path is not None and not path.exists()
 
 
 def fits(info: ArenaInfo, slot_bytes: int, chunk_bytes: int) -> bool:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import secrets
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from everstep.memory.directory import find_arenas
+from everstep.memory.process import Process
 
 from tests.facade.kit import SHM, until
 
-from .kit import Job
+from .kit import Job, directory_of
 
 
 @pytest.fixture
@@ -23,14 +26,29 @@ def nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]
     prefix = f"test-{secrets.token_hex(6)}"
     monkeypatch.setenv("EVERSTEP_RUNTIME_DIR", str(tmp_path / "runtime"))
     monkeypatch.setenv("EVERSTEP_ADDRESS", "127.0.0.1")
-    yield [f"{prefix}-{letter}" for letter in "abcd"]
+    names = [f"{prefix}-{letter}" for letter in "abcd"]
+    yield names
+    _end_agents(tmp_path / "runtime")
     for directory in (SHM / f"everstep-{os.getuid()}").glob("*"):
         mine = [info for info in find_arenas(directory) if info.node.startswith(prefix)]
         for info in mine:
             assert info.path is not None
             info.path.unlink(missing_ok=True)
-        if mine:
-            directory.rmdir()
+    for name in names:  # also those from which the job itself removed all
+        with contextlib.suppress(OSError):
+            directory_of(tmp_path / "run", name).rmdir()
+
+
+def _end_agents(runtime: Path) -> None:
+    """Those that a test's ranks started, and left: they linger, or have something to do yet."""
+    mark = b"EVERSTEP_RUNTIME_DIR=" + os.fsencode(runtime) + b"\0"
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            others = entry.isdigit() and int(entry) != os.getpid()
+            if others and mark in Path(f"/proc/{entry}/environ").read_bytes():
+                process = Process.of(int(entry))
+                os.kill(int(entry), signal.SIGKILL)
+                assert process is None or process.wait_dead(10.0)
 
 
 @pytest.fixture
