@@ -69,9 +69,9 @@ class Checkpointer:
 
     Threads and processes: an object belongs to the thread and process that made it, and is used by one thread at a
     time. Nothing runs in this process in the background except a late copy (``Memory(copy="overlap")``), the
-    storage thread during loads, and the agent if it is inline. Handles and DataLoader workers do not survive a
-    fork with it. What is *not* promised: that a step is durable when ``step`` or ``save`` returns
-    (wait on the handle), or that writes to parameters through ``.data`` during a late copy are seen.
+    storage thread during loads, a run's opening beside its first copy, and the agent if it is inline. Handles and
+    DataLoader workers do not survive a fork with it. What is *not* promised: that a step is durable when ``step`` or
+    ``save`` returns (wait on the handle), or that writes to parameters through ``.data`` during a late copy are seen.
     """
 
     def __init__(
