@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -18,17 +18,11 @@ from .agent.values import AgentSettings
 from .backends.api import Backend
 from .chained import known_chains
 from .config import check_kind, plain_config, plain_step
+from .connecting import agent_settings
 from .discovery import find_run, open_arenas
 from .errors import BadOption, Closed, EverstepError, NoCheckpoint, RunInUse
 from .format.constants import CHUNK_BYTES
-from .format.records import (
-    IncarnationRecord,
-    RunRecord,
-    decode_incarnation,
-    decode_run,
-    encode_incarnation,
-    encode_run,
-)
+from .format.records import IncarnationRecord
 from .former import agents_address, kept_arenas
 from .guarding import Protection, compare_wishes, domain_of, elsewhere, reachable
 from .handles import SaveHandle
@@ -37,7 +31,7 @@ from .memory.arena import Arena
 from .memorytier import MemoryTier, Room
 from .mending import Mending
 from .nodes import node_of
-from .opening import Origin, begin_incarnation, check_mesh, see_run, wake
+from .opening import OPENING, Opening, Origin, check_mesh, claim_incarnation
 from .peers.secret import run_secret
 from .places import locate, with_tiers
 from .plan.parity import fit
@@ -47,7 +41,7 @@ from .policy import SHARED_MEMORY, Memory, Policy, Tier
 from .ranks import Ranks
 from .reading import into_state
 from .rollback import Rollbacks
-from .session import Session, agent_settings
+from .session import Session
 from .snapshots import Prepared
 from .state.trainstate import TrainState
 from .store.blocking import run_blocking
@@ -75,9 +69,9 @@ class Checkpointer:
 
     Threads and processes: an object belongs to the thread and process that made it, and is used by one thread at a
     time. Nothing runs in this process in the background except a late copy (``Memory(copy="overlap")``), the
-    storage thread during loads, and the agent if it is inline. Handles and DataLoader workers do not survive a
-    fork with it. What is *not* promised: that a step is durable when ``step`` or ``save`` returns
-    (wait on the handle), or that writes to parameters through ``.data`` during a late copy are seen.
+    storage thread during loads, a run's opening beside its first copy, and the agent if it is inline. Handles and
+    DataLoader workers do not survive a fork with it. What is *not* promised: that a step is durable when ``step`` or
+    ``save`` returns (wait on the handle), or that writes to parameters through ``.data`` during a late copy are seen.
     """
 
     def __init__(
@@ -288,7 +282,8 @@ class Checkpointer:
         policy.
         """
         number = plain_step(step)
-        return self._writing(state).step(number, TrainState.of(state), metrics)
+        with self._writing(state) as session:
+            return session.step(number, TrainState.of(state), metrics)
 
     def save(
         self,
@@ -299,7 +294,8 @@ class Checkpointer:
         """One full checkpoint of ``step``, whatever the policy says; every rank calls it. Returns when the copy is
         done; ``wait`` on the handle for durability."""
         number = plain_step(step)
-        return self._writing(state).save(number, TrainState.of(state), metrics)
+        with self._writing(state) as session:
+            return session.save(number, TrainState.of(state), metrics)
 
     def close(self, *, flush: bool = True) -> None:
         """Make the newest snapshot durable (unless ``flush`` is False), end the session, and raise what went wrong.
@@ -507,30 +503,44 @@ class Checkpointer:
             )
         return dict(told)
 
-    def _writing(self, state: TrainState | Mapping[str, Any]) -> Session:
-        session = self._begin(TrainState.of(state))
-        self._adopted = None
-        self._rollbacks.note(state)
-        return session
+    @contextlib.contextmanager
+    def _writing(self, state: TrainState | Mapping[str, Any]) -> Iterator[Session]:
+        """The session, which the first step or save opens beside its copy."""
+        session = self._begin(TrainState.of(state), beside=True)
+        try:
+            yield session
+        finally:  # also where this rank failed: the others wait for it
+            self._join(session)
+            self._adopted = None
+            self._rollbacks.note(state)
 
-    def _begin(self, state: TrainState) -> Session:
-        """The session, opened if there is none."""
-        self._check_usable()
-        if self._session is None:
-            self._session = self._open(state)
-            opened.writes(self._place.url, self)
+    def _join(self, session: Session) -> None:
+        """Until the run is open."""
+        try:
+            session.joined()
+        except BaseException:
+            self._session = None
+            session.drop()
+            unmark(self._place, session.record_id)
+            raise
+        opened.writes(self._place.url, self)
         self._rollbacks.leave_former()
-        return self._session
 
-    def _open(self, state: TrainState) -> Session:
-        """The first step or save: the next incarnation, on all ranks or on none."""
+    def _begin(self, state: TrainState, *, beside: bool = False) -> Session:
+        """The session; if there is none, one of the next incarnation, on all ranks or on none. With ``beside`` the run
+        may not be open yet: :meth:`_join` is to be called."""
+        self._check_usable()
+        if self._session is not None:
+            return self._session
         ranks, tier = self._meet()
         mesh = self._mesh or {"data": ranks.world}
         check_mesh(mesh, ranks.world)
         self._compare_nodes(ranks, tier)  # what does not fit together is said before anything is written
-
-        def begin() -> list[bytes]:
-            run, record = begin_incarnation(
+        guarded = self._protection is not None and bool(self._protection.wanted)
+        opening = Opening(
+            ranks,
+            self._backend,
+            lambda: claim_incarnation(
                 self._backend,
                 self._place,
                 self._origin,
@@ -542,57 +552,48 @@ class Checkpointer:
                 farther=self._farther,
                 known=self._records,
                 patience_s=min(ENDING_S_MAX, self._policy.rank_timeout_s / 2),
-                found=lambda run: wake(self._standby, self._place, self._policy, run),
-            )
-            return [encode_run(run), encode_incarnation(record)]
-
-        run_data, record_data = ranks.from_first(
-            "opening the run", begin, timeout_s=self._policy.rank_timeout_s
+            ),
+            place=self._place,
+            policy=self._policy,
+            standby=self._standby,
+            beside=beside and not (self._take_over or guarded),
         )
-        run = decode_run(run_data, "run.json")
-        record = decode_incarnation(record_data, f"incarnation of {self._place.url}")
         try:
-            return self._join(state, ranks, tier, run, record)
+            session = self._session_of(state, ranks, tier, opening)
         except BaseException:
-            unmark(self._place, record.id)
+            unmark(self._place, opening.record.id)
             raise
+        if not opening.beside:
+            self._join(session)
+        self._session = session
+        return session
 
-    def _join(
-        self, state: TrainState, ranks: Ranks, tier: MemoryTier, run: RunRecord, record: IncarnationRecord
-    ) -> Session:
-        """This rank's part in the incarnation ``record``."""
+    def _session_of(self, state: TrainState, ranks: Ranks, tier: MemoryTier, opening: Opening) -> Session:
+        """This rank's part in the incarnation."""
         self._reserve(state, state.flatten)
-        timeout_s = self._policy.rank_timeout_s
-        ranks.together("looking for the run", lambda: see_run(self._backend, run), timeout_s=timeout_s)
         here = self._nodes[ranks.rank]
         tier.settle_in([rank for rank, node in enumerate(self._nodes) if node == here], ranks.world)
 
         def start() -> Session:
+            first = ranks.rank == 0
             return Session(
                 self._place,
                 ranks,
                 self._policy,
                 tier,
-                run,
-                record,
-                agent=self._agent,
+                opening.run,
+                opening.record,
+                join=opening.finish,
+                protection=self._protection,
                 slots=self._room.slots,
                 overlap=self._memory is not None and self._memory.copy == "overlap",
                 memory=self._memory is not None,
                 nodes=self._nodes,
                 holders=self._holders,
                 device=self._rollbacks.device,
-                chains=known_chains(self._backend, self._policy, record) if ranks.rank == 0 else None,
-                standby=self._standby,
+                chains=known_chains(self._backend, self._policy, opening.record) if first else None,
             )
 
-        session = ranks.together("opening the run", start, timeout_s=timeout_s)
-        if self._standby is not None:
-            self._standby.close()
-        if self._protection is not None and self._protection.wanted:
-            try:
-                session.protect(self._protection, run.chunk_bytes)
-            except BaseException:
-                session.close(flush=False)
-                raise
+        session = ranks.together(OPENING, start, timeout_s=self._policy.rank_timeout_s)
+        opening.start(tier, self._agent, self._nodes)
         return session

@@ -32,7 +32,7 @@ from .memory.arena import Arena
 from .memory.process import Process
 from .memory.slots import Pinned
 from .opened import is_open_here
-from .opening import Origin, begin_incarnation
+from .opening import Origin, claim_incarnation
 from .places import Place, locate
 from .planning import LayoutPlanner
 from .policy import SHARED_MEMORY
@@ -130,7 +130,7 @@ def save(
     _refuse_regions(flat)
     plan = LayoutPlanner(0, 1).plan(flat)
     with _closing(place.open_root()) as backend:
-        run, record = begin_incarnation(
+        claim = claim_incarnation(
             backend,
             place,
             _after_newest(backend, step),
@@ -139,6 +139,7 @@ def save(
             config=plain,
             take_over=False,
         )
+        run, record = claim.write(lambda run: None, exactly=False)
         try:
             _write(backend, place, run, record, step, flat, plan, describe(trained, record, 0, facts))
         finally:

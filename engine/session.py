@@ -6,14 +6,13 @@ import contextlib
 import logging
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from .agent.client import AgentClient, Progress
-from .agent.spawn import Standby
-from .agent.values import AgentSettings, Hello, storage_environment
 from .auditing import Auditor
 from .config import plain_metrics
+from .connecting import adopted_of
 from .decisions import Decisions
 from .describing import describe
 from .errors import (
@@ -31,9 +30,8 @@ from .guarding import Protection, begin_protection
 from .handles import SaveHandle
 from .heartbeat import Heartbeat
 from .memory.control import Purpose
-from .memory.process import Process
 from .memory.slots import Pinned
-from .memorytier import Key, MemoryTier
+from .memorytier import MemoryTier
 from .outcomes import FINISHED, Outcomes
 from .places import Place
 from .plan.chains import DELTA, FULL, Chains, Kind
@@ -56,6 +54,11 @@ KEPT = "What lies in memory stays there: a restart resumes from the newest step 
 class Session:
     """Used from the trainer's thread only. Every rank of the job has one and makes the same calls."""
 
+    _line: AgentClient | None = None
+    """To the agent, once the run is open."""
+    _failed: BaseException | None = None
+    """Why it could not be opened."""
+
     def __init__(
         self,
         place: Place,
@@ -65,7 +68,8 @@ class Session:
         run: RunRecord,
         record: IncarnationRecord,
         *,
-        agent: Literal["process", "inline"],
+        join: Callable[[], AgentClient],
+        protection: Protection | None,
         slots: int,
         overlap: bool,
         memory: bool,
@@ -73,9 +77,9 @@ class Session:
         holders: Sequence[Sequence[int]],
         device: DeviceSlot | None = None,
         chains: Chains | None = None,
-        standby: Standby | None = None,
     ) -> None:
-        """``nodes`` of all ranks, and by node those that keep its snapshots (:class:`~.plan.owners.Owners`).
+        """``join`` ends the opening of the run on all ranks and gives the line to the agent; :meth:`joined` calls it.
+        ``nodes`` of all ranks, and by node those that keep its snapshots (:class:`~.plan.owners.Owners`).
         ``device``: room for a snapshot beside the tensors. ``chains``: of the checkpoints that are durable already."""
         self._memory = memory
         self._ranks = ranks
@@ -85,7 +89,7 @@ class Session:
         self._record = record
         adopted = adopted_of(record)
         tier.open(run_id=run.run_id, incarnation=record.number, adopted=adopted, world=ranks.world)
-        self._client = self._connect(place, policy, run, agent, nodes, standby)
+        self._join, self._protection, self._chunk_bytes = join, protection, run.chunk_bytes
         self._unfinished_max = max(1, slots - 2)
         start = adopted[1] if adopted else -1
         self.outcomes = Outcomes(policy, record.number, adopted[1] if adopted else None, place.near)
@@ -128,19 +132,50 @@ class Session:
     def agent_pid(self) -> int | None:
         return self._client.agent_pid
 
-    def protect(self, wish: Protection, chunk_bytes: int) -> None:
-        """From now on, against the loss of nodes; all ranks call it. Raises what :func:`.guarding.begin_protection`
-        does."""
+    @property
+    def _client(self) -> AgentClient:
+        self.joined()
+        assert self._line is not None
+        return self._line
+
+    def joined(self) -> None:
+        """Returns when the run is open on all ranks, and protected against the loss of nodes if that was asked for; at
+        the latest before the first snapshot counts. A failure stays one: whatever calls this again raises it, and the
+        session is to be dropped."""
+        if self._failed is not None:
+            raise self._failed
+        if self._line is not None:
+            return
+        try:
+            self._line = self._join()
+            if self._protection is not None and self._protection.wanted:
+                self._protect(self._protection)
+        except BaseException as error:
+            self._failed = error
+            raise
+
+    def _protect(self, wish: Protection) -> None:
+        assert self._line is not None
         begin_protection(
             wish,
             self._ranks,
-            self._client,
+            self._line,
             self._tier,
             self._policy,
             incarnation=self._record.number,
-            chunk_bytes=chunk_bytes,
+            chunk_bytes=self._chunk_bytes,
         )
         self._wait_s = wish.timeout_s(self._policy)
+
+    def drop(self) -> None:
+        """The end of one that could not be joined: nothing was published, or asked for."""
+        self._failed = None
+        if self._line is not None:
+            self.close(flush=False)
+            return
+        self._ended = True
+        self._heartbeat.close()
+        self._snapshots.close()
 
     # -- the trainer's calls
 
@@ -386,6 +421,7 @@ class Session:
                 late=late,
                 timeout_s=self._policy.slot_timeout_s,
                 waiting=self._wait_for_slot,
+                proved=self.joined,
             )
         except BaseException as error:
             # The other ranks ask for a flush of this step: let them hear at once why it cannot be.
@@ -499,6 +535,8 @@ class Session:
             self._note(progress)
 
     def _hear_quietly(self) -> None:
+        if self._line is None:  # nothing was asked for yet
+            return
         with self._bearing_its_loss():
             for progress in self._client.poll():
                 self._note(progress)
@@ -547,54 +585,3 @@ class Session:
             tiers=place.shares,
             chains=chains,
         )
-
-    def _connect(
-        self,
-        place: Place,
-        policy: Policy,
-        run: RunRecord,
-        agent: Literal["process", "inline"],
-        nodes: Sequence[str],
-        standby: Standby | None,
-    ) -> AgentClient:
-        arena = self._tier.arena
-        hello = Hello(
-            run_id=run.run_id,
-            rank=self._ranks.rank,
-            world=self._ranks.world,
-            incarnation=self._record.number,
-            adopted=adopted_of(self._record),
-            process=Process.current(),
-            arena=arena.info.path or arena.fileno(),
-        )
-        settings = agent_settings(place, policy, run.run_id, run.chunk_bytes)
-        patient = nodes.index(nodes[self._ranks.rank]) != self._ranks.rank
-        return AgentClient.connect(settings, hello, mode=agent, standby=standby, patient=patient)
-
-
-def agent_settings(place: Place, policy: Policy, run_id: str, chunk_bytes: int) -> AgentSettings:
-    """What this run tells its agent. A run that was made anew at the same root has another agent."""
-    return AgentSettings(
-        root=place.url,
-        run_key=place.run_key,
-        node=place.node,
-        runtime_dir=place.agent_dir(run_id),
-        rate_bytes_per_s=policy.rate_bytes_per_s,
-        retention=policy.retention,
-        linger_s=policy.linger_s,
-        heartbeat_s=policy.heartbeat_s,
-        heartbeat_timeout_s=policy.heartbeat_timeout_s or 4 * policy.heartbeat_s,
-        commit_timeout_s=policy.commit_timeout_s,
-        chunk_bytes=chunk_bytes,
-        deltas=policy.delta_every is not None,
-        compress=policy.compress,
-        options=place.options,
-        environment=storage_environment(place.url, *[tier.url for tier in place.tiers]),
-        tiers=place.tiers,
-    )
-
-
-def adopted_of(record: IncarnationRecord) -> Key | None:
-    """(incarnation, step) that the incarnation started from; None for a fresh start."""
-    incarnation, step = record.adopted_incarnation, record.adopted_step
-    return None if incarnation is None or step is None else (incarnation, step)

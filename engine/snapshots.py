@@ -122,9 +122,11 @@ class Snapshots:
         late: bool,
         timeout_s: float,
         waiting: Callable[[], None],
+        proved: Callable[[], None],
     ) -> None:
         """Snapshot ``state`` as ``step``. With ``late`` some of it may be copied after this returns. ``meta`` makes
-        the meta region of the flattened state and its plan.
+        the meta region of the flattened state and its plan. The snapshot counts once ``proved`` has returned: what that
+        waits for goes on beside the copy.
 
         Raises UnsupportedValue before anything is touched, CapacityError if no slot becomes free in time, UsageError
         while a CUDA graph is captured.
@@ -137,7 +139,7 @@ class Snapshots:
             )
         self.settle(timeout_s)
         with no_collection():
-            self._take(step, state, meta, late, timeout_s, waiting)
+            self._take(step, state, meta, late, timeout_s, waiting, proved)
 
     def _take(
         self,
@@ -147,6 +149,7 @@ class Snapshots:
         late: bool,
         timeout_s: float,
         waiting: Callable[[], None],
+        proved: Callable[[], None],
     ) -> None:
         flat = state.flatten(self._recipes)
         plan = self._planner.plan(flat)
@@ -164,6 +167,8 @@ class Snapshots:
         if late_leaves or self._device is not None:
             self._tier.drop_outgrown()  # not beside the copy: its thread would take the interpreter from us
         try:
+            if late_leaves or self._device is not None:
+                proved()  # what is copied behind the step publishes the slot itself
             copying: LateCopy | Drain | None = self._beside(slot, plan, flat, meta_bytes)
             if copying is None:
                 copying = self._copier.copy(
@@ -175,6 +180,7 @@ class Snapshots:
                     late=late_leaves,
                     addresses=flat.addresses,
                 )
+            proved()
         except BaseException:
             slot.abandon()
             raise

@@ -19,6 +19,7 @@ import secrets
 import socket
 import time
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,14 +64,16 @@ def process_alive(writer: Writer) -> bool:
     return process != me and process.boot == me.boot and process.alive()
 
 
-def mark(place: Place, record_id: str) -> None:
-    """Say that this process writes as ``record_id``; the marks of former writers of this root go."""
+def mark(place: Place, record_id: str, former: Collection[str] = ()) -> None:
+    """Say that this process writes as ``record_id``. The marks of ``former`` writers of this root go, by their records'
+    ids, and those of dead processes: whoever opens the run at this very moment keeps his."""
     path = _path(place, record_id)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         for other in path.parent.glob(f"{_key(place)}-*"):
-            with contextlib.suppress(FileNotFoundError):
-                other.unlink()
+            if other.name.rpartition("-")[2] in former or not _is_alive(_read(other)):
+                with contextlib.suppress(FileNotFoundError):
+                    other.unlink()
         _put(path, _Mark(*_me()))
     except OSError as error:
         log.warning("everstep: other processes will not see that this one writes to %s: %s", place.url, error)
@@ -117,10 +120,8 @@ def unmark(place: Place, record_id: str) -> None:
     """This process writes no more. The mark of another that does stays: the ranks of a node have one."""
     path = _path(place, record_id)
     found = _read(path)
-    if found is not None and (found.pid, found.start_time) != _me():
-        other = Process(found.pid, found.start_time, Process.current().boot)
-        if other.alive():
-            return
+    if found is not None and (found.pid, found.start_time) != _me() and _is_alive(found):
+        return
     with contextlib.suppress(OSError):
         path.unlink()
 
@@ -132,6 +133,10 @@ class _Mark(msgspec.Struct):
     pid: int
     start_time: int
     ends_at: float | None = None
+
+
+def _is_alive(found: _Mark | None) -> bool:
+    return found is not None and Process(found.pid, found.start_time, Process.current().boot).alive()
 
 
 def _me() -> tuple[int, int]:

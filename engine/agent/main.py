@@ -81,7 +81,6 @@ def _stand_by(settings: int, ready: int, kinds: Sequence[str] = ()) -> int:
     """Load everything, with what backends of ``kinds`` need, say our process id, and be the agent of the settings that
     come; if the trainer ends first, so do we. A line, not the end of the pipe, tells that all has come: what the
     trainer forked may hold the pipe, too."""
-    _step_back()
     import json
 
     from everstep.backends.open import load_kind
@@ -144,7 +143,6 @@ def _run(
 
     form = f"%(asctime)s agent {os.getpid()} %(levelname)s %(message)s"
     logging.basicConfig(format=form, level=logging.INFO)
-    _step_back()
     places.prepare(settings.runtime_dir)
     lock = places.elect(settings.runtime_dir)
     if lock is None and stand_by is not None:
@@ -190,6 +188,7 @@ async def _serve(
     log = logging.getLogger("everstep.agent")
     inode = (settings.runtime_dir / places.SOCKET).stat().st_ino
     loop = asyncio.get_running_loop()
+    _step_back()  # not before: till here training may wait for us, and no thread was started
     service = Service(settings, journal, open_backend)
     server = Server(service, listener)
     loop.add_signal_handler(signal.SIGTERM, service.drain)

@@ -152,8 +152,15 @@ async def create_run(backend: Backend, *, chunk_bytes: int) -> RunRecord:
     Raises what :func:`open_run` raises but for NotARun, which here means that the root cannot become a run;
     StorageFull.
     """
+    record, is_new = await run_to_be(backend, chunk_bytes=chunk_bytes)
+    return await write_run(backend, record) if is_new else record
+
+
+async def run_to_be(backend: Backend, *, chunk_bytes: int) -> tuple[RunRecord, bool]:
+    """The run on ``backend``, or the record of a new one, which is to be written yet (True). Raises as
+    :func:`create_run`."""
     try:
-        return await open_run(backend)
+        return await open_run(backend), False
     except NotARun as error:
         if error.expected != names.RUN:
             raise
@@ -165,6 +172,12 @@ async def create_run(backend: Backend, *, chunk_bytes: int) -> RunRecord:
         chunk_bytes=chunk_bytes,
         created=now(),
     )
+    return record, True
+
+
+async def write_run(backend: Backend, record: RunRecord) -> RunRecord:
+    """Make ``record`` the run's on ``backend``, unless one is there by now: then it is that one that is returned.
+    Raises as :func:`create_run`."""
     try:
         with writing(backend, names.RUN):
             await backend.create(names.RUN, encode_run(record))
@@ -246,19 +259,25 @@ async def add_incarnation(backend: Backend, build: Callable[[int], IncarnationRe
     for _ in range(ADD_TRIES_MAX):
         numbers = await incarnation_numbers(backend)
         record = build(max(numbers, default=0) + 1)
-        name = names.incarnation(record.number)
-        try:
-            with writing(backend, name):
-                await backend.create(name, encode_incarnation(record))
-        except Conflict:
-            continue
-        return record
+        if await write_incarnation(backend, record):
+            return record
     raise SaveFailed(
         f"{backend.url}: no incarnation's number could be taken",
         found=f"{ADD_TRIES_MAX} times another writer was faster",
         hint="Two jobs are opening this run again and again; stop one",
         tier=backend.url,
     )
+
+
+async def write_incarnation(backend: Backend, record: IncarnationRecord) -> bool:
+    """Create ``record``; False if its number is another's by now. Raises StorageFull, SaveFailed, CannotTell."""
+    name = names.incarnation(record.number)
+    try:
+        with writing(backend, name):
+            await backend.create(name, encode_incarnation(record))
+    except Conflict:
+        return False
+    return True
 
 
 async def incarnation_numbers(backend: Backend) -> list[int]:

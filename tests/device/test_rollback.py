@@ -244,7 +244,7 @@ def test_what_keeps_the_record_from_being_written_is_told_and_it_can_be_called_a
         raise errors.SaveFailed("the store is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr("everstep.checkpointer.begin_incarnation", refuse)
+        patch.setattr("everstep.checkpointer.claim_incarnation", refuse)
         with pytest.raises(errors.SaveFailed, match="the store is full"):
             ckpt.rollback(5, reason="back")
     assert ckpt.rollback(reason="once more") == 5

@@ -22,8 +22,8 @@ import torch
 from everstep.agent.inline import InlineAgent
 from everstep.backends.faults import Faulty
 from everstep.backends.open import open_backend
+from everstep.connecting import agent_settings
 from everstep.places import locate, with_tiers
-from everstep.session import agent_settings
 from everstep.store.blocking import run_blocking
 from everstep.store.runs import open_run
 

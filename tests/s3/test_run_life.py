@@ -14,9 +14,9 @@ from everstep import errors
 from everstep.agent import spawn
 from everstep.agent.asking import ask_status
 from everstep.agent.values import AgentSettings
+from everstep.connecting import agent_settings
 from everstep.oneshot import _closing as closing
 from everstep.places import Place, locate
-from everstep.session import agent_settings
 from everstep.store.blocking import run_blocking
 from everstep.store.runs import open_run
 
