@@ -11,6 +11,7 @@ from pathlib import Path
 
 from .backends.api import Backend
 from .backends.errors import BackendError
+from .backends.parallel import both, together
 from .errors import Damaged, EverstepError, NotARun, Pruned
 from .format import names as file_names
 from .format.manifest import Decision, Manifest
@@ -97,18 +98,45 @@ class Proposals:
         self._writes = writes
         self._why = why
         self.problems: list[str] = []
-        self.records: list[IncarnationRecord] = run_blocking(read_incarnations(places[base], known))
+        self._manifests: dict[tuple[Key, int], Manifest] = {}
+        self._names: dict[Key, StepNames]
+        self._farther: dict[int, tuple[Backend, dict[Key, StepNames]]] = {}
+        self.records = run_blocking(self._look(places, base, known))
         worlds = {record.number: record.world for record in self.records}
         self._in_memory = {
             key for key, ranks in in_memory.items() if set(ranks) == set(range(worlds.get(key[0], 0)))
         }
-        # A root that lost its run is not asked: what lies there, if anything, has no record.
-        there = run_blocking(list_steps(self._backend)) if base == 0 else []
-        self._names = {found.key: found for found in there}
-        self._farther = self._look_farther(places)
         self._counting = set(self._wanted(None))
         self._keys = iter(self._wanted(step))
         self._lost = self._incomplete(in_memory, worlds, step)
+
+    async def _look(
+        self, places: Sequence[Backend], base: int, known: dict[int, IncarnationRecord] | None
+    ) -> list[IncarnationRecord]:
+        """The run's records, and what all places list, side by side. A root that lost its run is not asked: what lies
+        there, if anything, has no record. A further tier that cannot be asked is told, and has nothing."""
+
+        async def listed(place: Backend) -> dict[Key, StepNames]:
+            return {found.key: found for found in await list_steps(place)}
+
+        async def farther(place: Backend) -> dict[Key, StepNames] | Exception:
+            try:
+                return await listed(place)
+            except (EverstepError, BackendError) as error:
+                return error
+
+        async def root() -> dict[Key, StepNames]:
+            return await listed(places[0]) if base == 0 else {}
+
+        records, (self._names, others) = await both(
+            read_incarnations(places[base], known), both(root(), together(map(farther, places[1:])))
+        )
+        for number, found in enumerate(others, 1):
+            if isinstance(found, Exception):
+                self.problems.append(f"what {places[number].url} has: {found}")
+            else:
+                self._farther[number] = places[number], found
+        return records
 
     def _wanted(self, step: int | None) -> list[Key]:
         known = {record.number for record in self.records}
@@ -146,22 +174,12 @@ class Proposals:
                 )
         return None
 
-    def _look_farther(self, places: Sequence[Backend]) -> dict[int, tuple[Backend, dict[Key, StepNames]]]:
-        """What the further tiers list. One that cannot be asked is told, and has nothing."""
-        found = {}
-        for number, place in enumerate(places[1:], 1):
-            try:
-                found[number] = place, {names.key: names for names in run_blocking(list_steps(place))}
-            except (EverstepError, BackendError) as error:
-                self.problems.append(f"what {place.url} has: {error}")
-        return found
-
     def _places(self, key: Key) -> tuple[int, ...]:
         """The durable tiers where a manifest counts for it. A removal at the root says nothing of the others."""
         found = [0] if self._decided(self._names.get(key)) else []
         for number, (place, names) in self._farther.items():
             try:
-                if key in names and isinstance(run_blocking(read_decision(place, names[key])), Manifest):
+                if key in names and self._noted(key, number, run_blocking(read_decision(place, names[key]))):
                     found.append(number)
             except (EverstepError, BackendError) as error:
                 self.problems.append(f"step {key[1]} (incarnation {key[0]}) at {place.url}: {error}")
@@ -229,7 +247,19 @@ class Proposals:
         except FALL_BACK as error:
             self.problems.append(f"step {names.step} (incarnation {names.incarnation}): {error}")
             return False
+        return self._noted(names.key, 0, decision)
+
+    def _noted(self, key: Key, number: int, decision: Decision | None) -> bool:
+        """Whether it is a manifest, which :meth:`manifests` then gives."""
+        if isinstance(decision, Manifest):
+            self._manifests[key, number] = decision
         return isinstance(decision, Manifest)
+
+    def manifests(self, chosen: Candidate | None) -> dict[int, Manifest]:
+        """By place, what was read to find that ``chosen`` counts there."""
+        if chosen is None:
+            return {}
+        return {number: self._manifests[chosen.key, number] for number in chosen.places}
 
     def _undecided(self, names: StepNames) -> Manifest | None:
         """All votes are in, but no decision: a crash hit the instant between, or the manifest was lost. The votes

@@ -109,6 +109,8 @@ class Loader:
         self._told = 0
         """How many of these were warned of: whatever there is something else to load instead of."""
         self._only_pruned = True
+        self._said: dict[int, Manifest] = {}
+        """Of the present candidate, by place: the manifests that were just read to choose it. Rank 0's only."""
         self._steps: list[int] = []
         """What is there instead of the step that was asked for."""
 
@@ -261,6 +263,7 @@ class Loader:
         def propose() -> Any:
             proposals = listed()
             candidate = proposals.next()
+            self._said = proposals.manifests(candidate) if self._mending is None else {}
             problems, proposals.problems = proposals.problems, []
             lost = proposals.lost(candidate)
             if candidate is None:
@@ -344,7 +347,8 @@ class Loader:
         problem: EverstepError | None = None
         for number in candidate.places:
             try:
-                source = open_durable(self._places[number], run, candidate.key, bases)
+                said = self._said.pop(number, None)
+                source = open_durable(self._places[number], run, candidate.key, bases, said)
                 source.kind = TIER if number else source.kind
                 sources.append(source)
             except EverstepError as error:  # the next holder may do
@@ -358,9 +362,15 @@ class Loader:
         return bases_near(self._near, self._places, run)
 
 
-def open_durable(backend: Backend, run: RunRecord, key: Key, bases: Bases | None = None) -> DurableSource:
-    """The checkpoint ``key`` on the backend; ``bases`` finds what it is based on. Pruned if it is being removed,
-    Damaged if nothing decides for it."""
+def open_durable(
+    backend: Backend,
+    run: RunRecord,
+    key: Key,
+    bases: Bases | None = None,
+    manifest: Manifest | None = None,
+) -> DurableSource:
+    """The checkpoint ``key`` on the backend; ``bases`` finds what it is based on. ``manifest``: the one that counts for
+    it, where it was just read. Pruned if it is being removed, Damaged if nothing decides for it."""
 
     async def read() -> Manifest:
         decision = await read_decision(backend, await list_step(backend, key[1], key[0]))
@@ -368,7 +378,7 @@ def open_durable(backend: Backend, run: RunRecord, key: Key, bases: Bases | None
             return decision
         raise Pruned(f"step {key[1]} (incarnation {key[0]}) was removed meanwhile", step=key[1])
 
-    return DurableSource(backend, run_blocking(read()), run.chunk_bytes, bases=bases)
+    return DurableSource(backend, manifest or run_blocking(read()), run.chunk_bytes, bases=bases)
 
 
 def _no_such_step(step: int, url: str, steps: Sequence[int]) -> NoCheckpoint:

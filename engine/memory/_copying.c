@@ -96,11 +96,56 @@ static PyObject *copy_range(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* ----------------------------------------------------------------------------------------------------- what is due */
+
+typedef struct {
+    Py_buffer target;
+    Py_ssize_t to, at, nbytes; /* bytes `at` of the piece on go `to` the target's */
+} Row;
+
+/* Of rows in order, the bytes of one chunk, which was proved: what is still to be copied of it. */
+typedef struct {
+    const Row *rows;
+    Py_ssize_t count, next; /* the row after the present one */
+    const uint8_t *piece;
+    Py_ssize_t begin, end; /* the chunk, in the piece */
+    uint8_t *to;           /* the rest of the present row's part */
+    const uint8_t *from;
+    size_t left;
+    int past; /* whether it is large enough to pass by the caches */
+} Due;
+
+/* Whether anything is left; the present row is one of which there is. */
+static int has_due(Due *due) {
+    while (due->left == 0 && due->next < due->count && due->rows[due->next].at < due->end) {
+        const Row *row = due->rows + due->next++;
+        Py_ssize_t low = row->at > due->begin ? row->at : due->begin, stop = row->at + row->nbytes;
+        Py_ssize_t high = stop < due->end ? stop : due->end;
+        if (low < high) {
+            due->to = (uint8_t *)row->target.buf + row->to + (low - row->at);
+            due->from = due->piece + low;
+            due->left = (size_t)(high - low);
+            due->past = due->left >= PAST_FROM;
+        }
+    }
+    return due->left > 0;
+}
+
+static void move_on(Due *due, size_t nbytes) { due->to += nbytes, due->from += nbytes, due->left -= nbytes; }
+
+static void copy_due(Due *due) {
+    while (has_due(due)) {
+        copy_past(due->to, due->from, due->left);
+        due->left = 0;
+    }
+}
+
 /* ------------------------------------------------------------------------------------------------------ hashing */
 
 #define STRIPE 64
 #define SECRET 192
 #define STRIPES 16 /* of a block: the secret moves on by 8 bytes with each */
+#define BLOCK (STRIPE * STRIPES)
 #define LONG_FROM 241 /* shorter texts have other formulas */
 #define HASH 16
 
@@ -146,15 +191,17 @@ static void scramble(uint64_t *acc, const uint8_t *key) {
 }
 
 static void add_blocks(uint64_t *acc, const uint8_t *from, size_t blocks) {
-    for (; blocks > 0; blocks--, from += STRIPE * STRIPES) {
+    for (; blocks > 0; blocks--, from += BLOCK) {
         add_stripes(acc, from, secret, STRIPES);
         scramble(acc, secret + SECRET - STRIPE);
     }
 }
 
 #ifdef WIDE
-/* The same, four lanes at once. */
-WIDE static void add_blocks_wide(uint64_t *acc, const uint8_t *from, size_t blocks) {
+/* The same, four lanes at once; and with `to`, as many bytes of `past` are copied there meanwhile, past the caches, so that
+ * memory is read and written at once. `to` begins a line. */
+WIDE static inline __attribute__((always_inline)) void blocks_wide(uint64_t *acc, const uint8_t *from, size_t blocks,
+                                                                   uint8_t *to, const uint8_t *past) {
     const __m256i prime = _mm256_set1_epi32((int)P32_1);
     const __m256i *last = (const __m256i *)(secret + SECRET - STRIPE);
     __m256i low = _mm256_loadu_si256((__m256i *)acc), high = _mm256_loadu_si256((__m256i *)acc + 1);
@@ -163,6 +210,11 @@ WIDE static void add_blocks_wide(uint64_t *acc, const uint8_t *from, size_t bloc
         for (int stripe = 0; stripe < STRIPES; stripe++, from += STRIPE, key += 8) {
             _mm_prefetch((const char *)from + 1024, _MM_HINT_T0);
             __m256i a = _mm256_loadu_si256((const __m256i *)from), b = _mm256_loadu_si256((const __m256i *)from + 1);
+            if (to != NULL) {
+                _mm256_stream_si256((__m256i *)to, _mm256_loadu_si256((const __m256i *)past));
+                _mm256_stream_si256((__m256i *)to + 1, _mm256_loadu_si256((const __m256i *)past + 1));
+                to += LINE, past += LINE;
+            }
             __m256i x = _mm256_xor_si256(a, _mm256_loadu_si256((const __m256i *)key));
             __m256i y = _mm256_xor_si256(b, _mm256_loadu_si256((const __m256i *)key + 1));
             x = _mm256_mul_epu32(x, _mm256_srli_epi64(x, 32));
@@ -182,7 +234,54 @@ WIDE static void add_blocks_wide(uint64_t *acc, const uint8_t *from, size_t bloc
     _mm256_storeu_si256((__m256i *)acc, low);
     _mm256_storeu_si256((__m256i *)acc + 1, high);
 }
+
+WIDE static void add_blocks_wide(uint64_t *acc, const uint8_t *from, size_t blocks) {
+    blocks_wide(acc, from, blocks, NULL, NULL);
+}
+
+WIDE static void add_blocks_copying(uint64_t *acc, const uint8_t *from, size_t blocks, uint8_t *to,
+                                    const uint8_t *past) {
+    blocks_wide(acc, from, blocks, to, past);
+}
 #endif
+
+/* Blocks that can be copied beside hashing now, once what goes before them is done (about a block of it at a time). */
+static size_t blocks_due(Due *due) {
+    for (size_t done = 0; done < BLOCK && has_due(due);) {
+        size_t some = due->left;
+        if (due->past && some >= BLOCK + LINE) {
+            some = (size_t)(-(uintptr_t)due->to % LINE);
+            if (some == 0)
+                return due->left / BLOCK;
+        }
+        memcpy(due->to, due->from, some);
+        done += some;
+        move_on(due, some);
+    }
+    return 0;
+}
+
+/* Add all blocks, and copy of what is `due` as much meanwhile. */
+static void add_all_blocks(uint64_t *acc, const uint8_t *from, size_t blocks, Due *due) {
+#ifdef WIDE
+    while (is_wide && blocks > 0) {
+        size_t some = blocks_due(due);
+        if (some > 0) {
+            some = some < blocks ? some : blocks;
+            add_blocks_copying(acc, from, some, due->to, due->from);
+            move_on(due, some * BLOCK);
+        } else {
+            some = has_due(due) ? 1 : blocks;
+            add_blocks_wide(acc, from, some);
+        }
+        from += some * BLOCK, blocks -= some;
+    }
+#endif
+    if (blocks > 0) {
+        copy_due(due); /* while a cache has it */
+        add_blocks(acc, from, blocks);
+    }
+}
 
 static uint64_t merged(const uint64_t *acc, const uint8_t *key, uint64_t sum) {
     for (int pair = 0; pair < 4; pair++) {
@@ -200,16 +299,11 @@ static void put(uint8_t *to, uint64_t value) {
         to[i] = (uint8_t)(value >> (56 - 8 * i));
 }
 
-/* The hash of `nbytes` >= LONG_FROM bytes, most significant byte first. */
-static void hash(uint8_t *to, const uint8_t *from, size_t nbytes) {
+/* The hash of `nbytes` >= LONG_FROM bytes, most significant byte first; of what is `due` some is copied meanwhile. */
+static void hash(uint8_t *to, const uint8_t *from, size_t nbytes, Due *due) {
     uint64_t acc[8] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
-    size_t blocks = (nbytes - 1) / (STRIPE * STRIPES), done = blocks * STRIPE * STRIPES;
-#ifdef WIDE
-    if (is_wide)
-        add_blocks_wide(acc, from, blocks);
-    else
-#endif
-        add_blocks(acc, from, blocks);
+    size_t blocks = (nbytes - 1) / BLOCK, done = blocks * BLOCK;
+    add_all_blocks(acc, from, blocks, due);
     add_stripes(acc, from + done, secret, (nbytes - 1 - done) / STRIPE);
     add_stripes(acc, from + nbytes - STRIPE, secret + SECRET - STRIPE - 7, 1);
     put(to, merged(acc, secret + SECRET - STRIPE - 11, ~((uint64_t)nbytes * P64_2)));
@@ -219,6 +313,7 @@ static void hash(uint8_t *to, const uint8_t *from, size_t nbytes) {
 static PyObject *digest(PyObject *self, PyObject *args) {
     Py_buffer from = {0};
     uint8_t found[HASH];
+    Due none = {0};
     if (!PyArg_ParseTuple(args, "y*", &from))
         return NULL;
     if (from.len < LONG_FROM) {
@@ -227,18 +322,13 @@ static PyObject *digest(PyObject *self, PyObject *args) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-    hash(found, from.buf, (size_t)from.len);
+    hash(found, from.buf, (size_t)from.len, &none);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&from);
     return PyBytes_FromStringAndSize((char *)found, HASH);
 }
 
 /* ---------------------------------------------------------------------------------------------- proving and copying */
-
-typedef struct {
-    Py_buffer target;
-    Py_ssize_t to, at, nbytes; /* bytes `at` of the piece on go `to` the target's */
-} Row;
 
 enum { FAILED, STRIDED, READY };
 
@@ -273,25 +363,26 @@ static int fill_row(Row *row, PyObject *read, PyObject *targets, Py_ssize_t offs
     return READY;
 }
 
-/* Hash each chunk, and copy what is read of it if its hash is the expected one; the hashes found go to `found`. */
+/* Hash each chunk, and copy what is read of it if its hash is the expected one; the hashes found go to `found`. A chunk is
+ * copied while the next one is hashed: a second level cache has it. */
 static void prove_chunks(const uint8_t *piece, Py_ssize_t nbytes, Py_ssize_t chunk, const uint8_t *expected,
-                         uint8_t *found, Row *rows, Py_ssize_t count) {
-    Py_ssize_t first = 0;
+                         uint8_t *found, const Row *rows, Py_ssize_t count) {
+    Due due = {.rows = rows, .count = count, .piece = piece};
+    Py_ssize_t first = 0; /* of the rows that do not end before the chunk */
     for (Py_ssize_t begin = 0; begin < nbytes; begin += chunk, expected += HASH, found += HASH) {
         Py_ssize_t end = nbytes - begin > chunk ? begin + chunk : nbytes;
         if (end - begin >= LONG_FROM)
-            hash(found, piece + begin, (size_t)(end - begin));
+            hash(found, piece + begin, (size_t)(end - begin), &due);
+        copy_due(&due);
         int good = memcmp(found, expected, HASH) == 0;
-        for (Py_ssize_t i = first; i < count && rows[i].at < end; i++) {
-            Row *row = rows + i;
-            Py_ssize_t low = row->at > begin ? row->at : begin, stop = row->at + row->nbytes;
-            Py_ssize_t high = stop < end ? stop : end;
-            if (good && low < high)
-                copy_past((uint8_t *)row->target.buf + row->to + (low - row->at), piece + low, (size_t)(high - low));
-            if (i == first && stop <= end)
-                first++;
-        }
+        due.begin = begin, due.end = end, due.next = good ? first : count;
+        while (first < count && rows[first].at + rows[first].nbytes <= end)
+            first++;
     }
+    copy_due(&due);
+#ifdef __SSE2__
+    _mm_sfence(); /* as in copy_past() */
+#endif
 }
 
 static PyObject *prove_and_copy(PyObject *self, PyObject *args) {

@@ -97,16 +97,17 @@ def test_the_hash_of_few_bytes_is_not_offered() -> None:
 
 
 @compiled
+@pytest.mark.parametrize("chunk", [CHUNK, 7 * CHUNK + 100])  # rows of a larger one pass by the caches
 @pytest.mark.parametrize("seed", range(8))
-def test_what_is_proved_is_copied_and_nothing_of_a_bad_chunk(seed: int) -> None:
+def test_what_is_proved_is_copied_and_nothing_of_a_bad_chunk(seed: int, chunk: int) -> None:
     random_ = random.Random(seed)
     print(f"seed {seed}")
     offset, nbytes = (
-        random_.randrange(3) * CHUNK,
-        random_.choice([CHUNK, 3 * CHUNK + 7, 5 * CHUNK + 1000, 9 * CHUNK]),
+        random_.randrange(3) * chunk,
+        random_.choice([chunk, 3 * chunk + 7, 5 * chunk + 1000, 9 * chunk]),
     )
     piece = random_.randbytes(nbytes)
-    expected = chunk_hashes(memoryview(piece), CHUNK)
+    expected = chunk_hashes(memoryview(piece), chunk)
     cuts = sorted({0, nbytes, *(random_.randrange(nbytes) for _ in range(random_.randrange(40)))})
     reads, targets, truth = [], {}, {}
     for index, (begin, end) in enumerate(itertools.pairwise(cuts)):
@@ -119,12 +120,12 @@ def test_what_is_proved_is_copied_and_nothing_of_a_bad_chunk(seed: int) -> None:
     count = len(expected) // 16
     bad = set(random_.sample(range(count), random_.randrange(min(3, count))))
     damaged = bytearray(piece)
-    for chunk in bad:
-        damaged[chunk * CHUNK] ^= 1
-    found = copying.prove_and_copy(memoryview(damaged), offset, CHUNK, expected, reads, targets)
-    assert found == chunk_hashes(memoryview(damaged), CHUNK)
+    for number in bad:
+        damaged[number * chunk] ^= 1
+    found = copying.prove_and_copy(memoryview(damaged), offset, chunk, expected, reads, targets)
+    assert found == chunk_hashes(memoryview(damaged), chunk)
     for index, (begin, end, to) in truth.items():
-        arrived = [piece[at] if at // CHUNK not in bad else 0xA5 for at in range(begin, end)]
+        arrived = [piece[at] if at // chunk not in bad else 0xA5 for at in range(begin, end)]
         assert targets[index].tobytes() == b"\xa5" * to + bytes(arrived) + b"\xa5" * 3
 
 
