@@ -11,7 +11,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from everstep.errors import MemoryTooSmall
+from everstep.errors import EverstepError, MemoryTooSmall
+
+from .info import read_info
 
 HEADROOM_BYTES = 64 << 20
 """Left free below a limit of the kernel: reserving the last byte of a cgroup kills the trainer instead."""
@@ -30,17 +32,36 @@ _HINT = (
 )
 
 
-def too_small(needed: int, free: int, where: str) -> MemoryTooSmall:
-    """The error that says how many bytes are needed, how many are free, and what to set."""
+def too_small(needed: int, free: int, where: str, directory: Path | None) -> MemoryTooSmall:
+    """The error that says how many bytes are needed, how many are free, and what to do. ``directory``: of the arenas of
+    the run that needs them; None: its memory has no name."""
+    unused = 0 if directory is None else bytes_of_others(directory)
+    cleaning = (
+        f"{unused:,} bytes are snapshots of other runs that no process uses (killed, perhaps to be started again): "
+        f"everstep clean-memory --all --memory {directory.parent.parent} frees them. Or: "
+        if directory is not None and unused
+        else ""
+    )
     return MemoryTooSmall(
         f"no room for the snapshot slots in {where}",
         found=f"{free:,} bytes free",
         expected=f"{needed:,} bytes",
-        hint=_HINT,
+        hint=cleaning + _HINT,
         needed=needed,
         free=free,
         where=where,
     )
+
+
+def bytes_of_others(directory: Path) -> int:
+    """Memory that arenas of this user's other runs have, beside those in ``directory``, whose owners are dead."""
+    found = 0
+    for path in directory.parent.glob("*/*.arena"):
+        with contextlib.suppress(OSError, EverstepError):
+            owner = read_info(path).owner
+            if path.parent != directory and (owner is None or not owner.alive()):
+                found += path.stat().st_blocks * BLOCK_BYTES
+    return found
 
 
 def _files_too_small(needed: int, limit: int, where: str) -> MemoryTooSmall:
@@ -61,7 +82,7 @@ def check_room(nbytes: int, directory: Path | None) -> None:
     (None: memory without a name), in any memory cgroup above this process, or in the machine."""
     for where, free, headroom in limits(directory):
         if nbytes + headroom > free:
-            raise too_small(nbytes + headroom, max(free, 0), where)
+            raise too_small(nbytes + headroom, max(free, 0), where, directory)
 
 
 def reserve(fd: int, nbytes: int, directory: Path | None, stop: threading.Event | None = None) -> None:
@@ -96,7 +117,7 @@ def _in_our_words(nbytes: int, directory: Path | None) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
             raise
         free = min((free for _, free, _ in limits(directory)), default=0)
-        raise too_small(nbytes, max(free, 0), where) from error
+        raise too_small(nbytes, max(free, 0), where, directory) from error
 
 
 def limits(directory: Path | None) -> Iterator[tuple[str, int, int]]:

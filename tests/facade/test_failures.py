@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -342,6 +343,36 @@ def test_memory_that_was_asked_for_by_name_and_is_too_small_is_an_error_before_t
         ckpt.load({"w": torch.zeros(1 << 20)})
     assert "Memory" in str(caught.value)
     assert not root.exists(), "nothing was written"
+
+
+def test_memory_that_killed_runs_left_is_named_where_it_is_missing(
+    root: Path, tmp_path: Path, small_disk: Path, forked: Callable[..., Forked]
+) -> None:
+    memory, state = everstep.Memory(path=small_disk), {"w": torch.ones(300_000)}
+
+    def train(say: Callable[..., None]) -> None:
+        ckpt = opened(tmp_path / "other", memory=memory)
+        ckpt.load(state)
+        ckpt.step(1, state)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    forked(train).end()
+    (left,) = small_disk.glob("*/*/*.arena")
+    nbytes = left.stat().st_blocks * 512
+    ckpt = opened(root, memory=memory)
+    with pytest.raises(errors.MemoryTooSmall) as caught:
+        ckpt.load(state)
+    command = f"clean-memory --all --memory {small_disk}"
+    assert f"{nbytes:,} bytes are snapshots of other runs" in str(caught.value)
+    assert f"everstep {command}" in str(caught.value)
+    subprocess.run([sys.executable, "-m", "everstep.cli", *command.split()], check=True, timeout=60)
+    with opened(root, memory=memory) as ckpt:
+        ckpt.load(state)
+        ckpt.step(1, state)
+    ckpt = opened(tmp_path / "third", memory=memory)
+    with pytest.raises(errors.MemoryTooSmall, match="no room") as caught:
+        ckpt.load({"w": torch.ones(1 << 20)})
+    assert "clean-memory" not in str(caught.value)
 
 
 def test_waits_for_the_agent_are_bounded(root: Path, storage: Storage) -> None:
