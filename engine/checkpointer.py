@@ -558,6 +558,7 @@ class Checkpointer:
             standby=self._standby,
             beside=beside and not (self._take_over or guarded),
         )
+        self._origin = self._origin.tried(opening.record.id)
         try:
             session = self._session_of(state, ranks, tier, opening)
         except BaseException:

@@ -61,7 +61,8 @@ class Origin:
     """Where an incarnation starts from: the checkpoint that was loaded, or the reason for a fresh start.
 
     ``looked`` says that a load was tried; a load that found nothing is a fresh start by itself. ``reason``: why a
-    running job went back to it.
+    running job went back to it. ``attempts``: the ids of incarnations that were to start from here; the records of
+    those that failed hold nothing to be loaded.
     """
 
     looked: bool = False
@@ -72,6 +73,11 @@ class Origin:
     config_reason: str | None = None
     loosened: tuple[str, ...] = ()
     reason: str | None = None
+    attempts: frozenset[str] = frozenset()
+
+    def tried(self, record_id: str) -> Origin:
+        """With one more of ``attempts``."""
+        return replace(self, attempts=self.attempts | {record_id})
 
     @property
     def adopted(self) -> tuple[int, int] | None:
@@ -155,12 +161,12 @@ def claim_incarnation(
     """
     _restore_records(backend, farther)
     records = _existing(backend, known)
-    if records:
+    if records and not take_over:
+        if await_end(place, records[-1], patience_s):
+            records = _existing(backend, known)  # meanwhile another may have come
+        _refuse_second(place, records[-1], lookout or Lookout(backend))
+    if any(record.id not in origin.attempts for record in records):
         _refuse_unloaded(backend, origin)
-        if not take_over:
-            if await_end(place, records[-1], patience_s):
-                records = _existing(backend, known)  # meanwhile another may have come
-            _refuse_second(place, records[-1], lookout or Lookout(backend))
     run, is_new = run_blocking(run_to_be(backend, chunk_bytes=CHUNK_BYTES))
     record = IncarnationRecord(
         number=len(records) + 1,

@@ -130,6 +130,46 @@ def test_who_is_overtaken_by_another_opening_is_refused_and_disturbs_nothing(
     assert everstep.load(root)["n"] == 3
 
 
+def test_a_first_save_that_is_interrupted_after_its_record_is_written_can_be_made_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an emergency save does, with nothing loaded: what stands in the run is this process's own attempt."""
+    finish = opening.Opening.finish
+
+    def interrupted(one: opening.Opening) -> Any:
+        monkeypatch.setattr(opening.Opening, "finish", finish)
+        finish(one).close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(opening.Opening, "finish", interrupted)
+    with opened(root) as ckpt:
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.save(1, {"n": 1})
+        assert records(root) == ["0001.json"]
+        ckpt.save(1, {"n": 1}).wait()
+    assert records(root) == ["0001.json", "0002.json"]
+    assert everstep.load(root)["n"] == 1
+    with opened(root) as ckpt, pytest.raises(errors.NotLoaded):
+        ckpt.save(2, {"n": 2})
+
+
+def test_who_finds_another_writer_is_told_of_it_also_with_nothing_loaded(
+    root: Path, forked: Callable[..., Forked]
+) -> None:
+    def train(say: Callable[..., None]) -> None:
+        with opened(root) as other:
+            other.save(1, {"n": 1}).wait()
+            say("open")
+            until((root.parent / "end").exists, "the word to end")
+
+    child = forked(train)
+    assert child.line() == "open"
+    with opened(root) as ckpt, pytest.raises(errors.RunInUse):
+        ckpt.save(2, {"n": 2})
+    (root.parent / "end").touch()
+    assert child.end()[0] == 0
+
+
 def test_a_rejected_state_opens_the_run_all_the_same(root: Path) -> None:
     with opened(root) as ckpt:
         ckpt.load({"n": 0})
