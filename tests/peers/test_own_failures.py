@@ -146,9 +146,8 @@ def job(tmp_path: Path) -> Iterator[Job]:
     made.end()
 
 
-@pytest.mark.timeout(120)
-def test_agents_without_trainers_end_though_nothing_can_be_kept(job: Job) -> None:
-    """Neither the one that tries to send, nor the one that says why it cannot keep."""
+def nothing_can_be_kept(job: Job) -> list[Any]:
+    """The nodes, once step 1 is kept and the first has heard why step 2 is not."""
     job.snapshot(1)
     job.await_complete(1)
     sender, keeper = job.nodes
@@ -156,6 +155,13 @@ def test_agents_without_trainers_end_though_nothing_can_be_kept(job: Job) -> Non
     keeper.arenas.write_text("no directory")
     job.ranks[0].snapshot(2)
     until(lambda: "not a directory" in (sender.status()["holders"]["n1"]["error"] or ""), "the reason")
+    return [sender, keeper]
+
+
+@pytest.mark.timeout(120)
+def test_agents_without_trainers_end_though_nothing_can_be_kept(job: Job) -> None:
+    """Neither the one that tries to send, nor the one that says why it cannot keep."""
+    sender, _ = nothing_can_be_kept(job)
     assert sender.status()["protected"] == 1
     agents = [node.agent() for node in job.nodes]
     for rank in job.ranks:
@@ -171,13 +177,7 @@ def test_agents_without_trainers_end_though_nothing_can_be_kept(job: Job) -> Non
 
 @pytest.mark.timeout(120)
 def test_an_agent_that_cannot_keep_does_not_stay_for_those_who_go_on_sending(job: Job) -> None:
-    job.snapshot(1)
-    job.await_complete(1)
-    sender, keeper = job.nodes
-    shutil.rmtree(keeper.arenas)
-    keeper.arenas.write_text("no directory")
-    job.ranks[0].snapshot(2)
-    until(lambda: "not a directory" in (sender.status()["holders"]["n1"]["error"] or ""), "the reason")
+    sender, keeper = nothing_can_be_kept(job)
     agent = keeper.agent()
     job.ranks[1].client.bye(timeout_s=SOON_S, flush=False)
     job.ranks[1].client.close()
